@@ -1,7 +1,7 @@
 """Matrix-core (MFMA) instructions: dense ones of 16x16 and 32x32, and the block-scaled f8f6f4 form of gfx950.
 
-D[M, N] = A[M, K] B[K, N] + C[M, N] over the 64 lanes of a wave. Lanes fall into 64 / M groups. Lane l holds row l % M of
-A (column of B); group g = l // M holds the g-th share of K, except that 8-bit operands of f8f6f4 hold two runs of 16.
+D[M, N] = A[M, K] B[K, N] + C[M, N] over the 64 lanes of a wave. Lanes fall into 64 / M groups. Lane l holds row l % M
+of A (column of B); group l // M holds that share of K, except that 8-bit operands of f8f6f4 hold two runs of 16.
 Products are summed in float64 and rounded once: the order of summation inside the matrix core is not modelled.
 """
 
