@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -103,7 +104,7 @@ def dequantize_fp8(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype = to
 @functools.lru_cache(maxsize=8)
 def _e2m1_bounds(ties: str, device: torch.device) -> torch.Tensor:
     """float32 [7]: code = how many of these are <= |x|."""
-    middles = [(low + high) / 2 for low, high in zip(E2M1_VALUES, E2M1_VALUES[1:], strict=False)]
+    middles = [(low + high) / 2 for low, high in itertools.pairwise(E2M1_VALUES)]
     bounds = torch.tensor(middles, dtype=torch.float32)
     if ties == "even":
         # The tie between an even code and the next one stays below, so that bound moves up by one float.
@@ -223,7 +224,7 @@ def _aiter_quantizer() -> Any | None:
 
 def _aiter_decode_reason(data: input_t) -> str | None:
     """Why the contest's own reference kernel cannot take this input, or None."""
-    q, kv_data, qo_indptr, kv_indptr, config = data
+    q, _, _, kv_indptr, config = data
     if device_arch(q.device) != "gfx950":
         return f"needs gfx950, this is {device_arch(q.device)}"
     try:
