@@ -1,6 +1,7 @@
 """Reads a gfx950 code object (hsaco): ELF segments, relocations, kernel metadata and the kernel descriptor."""
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -68,6 +69,7 @@ def parse_msgpack(data: bytes, offset: int = 0) -> tuple[Any, int]:
         return sized(1 << (tag - 0xCC))
     if 0xD0 <= tag <= 0xD3:
         return sized(1 << (tag - 0xD0), signed=True)
+    readers: dict[int, tuple[int, Callable[[int, int], tuple[Any, int]]]]
     readers = {0xD9: (1, text), 0xDA: (2, text), 0xDB: (4, text), 0xDC: (2, array), 0xDD: (4, array)}
     readers |= {0xDE: (2, mapping), 0xDF: (4, mapping)}
     if tag not in readers:

@@ -149,6 +149,6 @@ def compile_kernel(
 def _source_class(fn: Any) -> Any:
     if not fn.is_gluon():
         return ASTSource
-    from triton.experimental.gluon._runtime import GluonASTSource  # noqa: PLC0415
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     return GluonASTSource

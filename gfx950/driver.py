@@ -4,13 +4,13 @@ Workgroups run one after another; the waves of a workgroup run in turns, each up
 last workgroup reduces works, while one that spins on a later workgroup never ends.
 """
 
-import struct
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypedDict
 
 import numpy as np
 
+from .arguments import ALIGNMENT, Arguments
 from .code_object import KERNARG_PRELOAD_PROLOGUE_BYTES, CodeObject
 from .errors import MemoryFault, UnsupportedInstructionError
 from .lds import LocalMemory
@@ -60,7 +60,7 @@ def run_compiled(compiled: Any, args: Sequence[Any], grid: Sequence[int] = (1, 1
 
     Args:
         compiled: a Triton CompiledKernel for GPUTarget("hip", "gfx950", 64).
-        args: numpy arrays (buffers, written back in place), ints and floats, in the order of the runtime arguments.
+        args: the runtime arguments in order: numpy arrays or CPU tensors (written back in place), ints and floats.
         grid: workgroups in x, y, z.
         options: further arguments of `run`.
 
@@ -94,7 +94,7 @@ def run(
 
     Args:
         hsaco: the code object.
-        args: numpy arrays (buffers, written back in place), ints and floats. Missing trailing arguments are null.
+        args: numpy arrays or CPU tensors (written back in place), ints and floats; missing trailing ones are null.
         grid: workgroups in x, y, z.
         shared: bytes of LDS besides those in the kernel descriptor (Triton's LDS is not in it).
         num_warps: waves of a workgroup; by default the most that the kernel allows.
@@ -115,15 +115,14 @@ def run(
     lds_bytes = descriptor.static_lds_bytes + shared
     if lds_bytes > MAX_LDS_BYTES:
         raise ValueError(f"shared: at most {MAX_LDS_BYTES} bytes of LDS, got {lds_bytes}")
-    if len(args) > len(code.arguments):
-        raise ValueError(f"args: the kernel {code.name} takes {len(code.arguments)} arguments, got {len(args)}")
+    arguments = Arguments(code, args)
     waves_per_group = num_warps or code.kernel[".max_flat_workgroup_size"] // WAVE_LANES
     scratch_bytes = descriptor.scratch_bytes_per_lane
 
-    arena = Arena(arena_bytes or _arena_size(code, args, waves_per_group))
+    arena = Arena(arena_bytes or _arena_size(code, arguments, waves_per_group))
     image = arena.allocate(code.image_bytes, _CODE_ALIGNMENT)
     arena.write(image, code.load(arena.base + image))
-    kernarg, buffers = _place_arguments(arena, code, args)
+    kernarg = arguments.place(arena)
     scratch = [arena.allocate(scratch_bytes * WAVE_LANES) for _ in range(waves_per_group)] if scratch_bytes else []
 
     first_instruction = arena.base + image + code.entry_address
@@ -147,8 +146,7 @@ def run(
             _run_group(machine, waves, trace, clock)
             instructions += sum(wave.executed for wave in waves)
             group_count += 1
-    for buffer, offset in buffers:
-        _bytes_of(buffer)[:] = arena.bytes[offset : offset + buffer.nbytes]
+    arguments.write_back(arena)
     return RunStats(
         instructions=instructions,
         executed={machine.site(pc): (item.opcode, item.count) for pc, item in sorted(machine.program.items())},
@@ -175,43 +173,12 @@ def _all_groups(grid: Sequence[int]) -> Iterable[Group]:
     return ((x, y, z) for z in range(z_count) for y in range(y_count) for x in range(x_count))
 
 
-def _bytes_of(array: Any) -> Any:
-    """A buffer's bytes as a flat view."""
-    if not array.flags.c_contiguous:
-        raise ValueError("args: buffers must be C-contiguous, pass the storage and its strides")
-    return array.reshape(-1).view(np.uint8)
-
-
-def _arena_size(code: CodeObject, args: Sequence[Any], waves: int) -> int:
+def _arena_size(code: CodeObject, arguments: Arguments, waves: int) -> int:
     """Bytes for the image, the arguments and scratch, each with its guard."""
-    sizes = [code.image_bytes + _CODE_ALIGNMENT, code.descriptor.kernarg_bytes]
-    sizes += [arg.nbytes for arg in args if isinstance(arg, np.ndarray)]
+    sizes = [code.image_bytes + _CODE_ALIGNMENT, *arguments.sizes()]
     sizes += [code.descriptor.scratch_bytes_per_lane * WAVE_LANES] * waves
-    needed = sum(size + GUARD_BYTES + 256 for size in sizes) + 2 * GUARD_BYTES
+    needed = sum(size + GUARD_BYTES + ALIGNMENT for size in sizes) + 2 * GUARD_BYTES
     return max(_SMALLEST_ARENA_BYTES, -(-needed // GUARD_BYTES) * GUARD_BYTES)
-
-
-def _place_arguments(arena: Arena, code: CodeObject, args: Sequence[Any]) -> tuple[int, list[tuple[Any, int]]]:
-    """Write the kernarg segment and the buffers. Returns the segment's offset and (buffer, offset) pairs."""
-    kernarg = arena.allocate(max(code.descriptor.kernarg_bytes, 8))
-    buffers = []
-    padded = [*args, *[0] * (len(code.arguments) - len(args))]
-    for position, (argument, value) in enumerate(zip(code.arguments, padded, strict=True)):
-        if isinstance(value, np.ndarray):
-            offset = arena.allocate(value.nbytes)
-            arena.write(offset, _bytes_of(value))
-            buffers.append((value, offset))
-            encoded = struct.pack("<Q", arena.base + offset)
-        elif isinstance(value, float | np.floating):
-            encoded = struct.pack("<f", value)
-        else:
-            encoded = int(value).to_bytes(argument.size, "little", signed=int(value) < 0)
-        if len(encoded) != argument.size:
-            raise ValueError(
-                f"args[{position}]: the kernel takes {argument.size} bytes here, got {len(encoded)} ({type(value)})"
-            )
-        arena.write(kernarg + argument.offset, encoded)
-    return kernarg, buffers
 
 
 def _set_initial_registers(

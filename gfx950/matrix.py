@@ -113,9 +113,7 @@ def _operand_reader(shape: MatrixShape, code: int, use_agpr: int, kind: str, opc
         position = group * shape.k_per_lane + element
     flat = (LANES % shape.m)[:, None] * shape.k + position
     # Where each element of the matrix lies among the lanes' elements: one gather instead of a scatter.
-    gather = np.empty(shape.m * shape.k, np.intp)
-    gather[flat.ravel()] = np.arange(flat.size)
-    gather = gather.reshape(shape.m, shape.k)
+    gather = np.argsort(flat, axis=None).reshape(shape.m, shape.k)
     unpack = _UNPACK[kind]
 
     def read(wave: Wave) -> Array:

@@ -35,9 +35,9 @@ class Arena:
         self.size = size
         self._top = GUARD_BYTES
 
-    def allocate(self, nbytes: int, align: int = 256) -> int:
-        """Reserve bytes and return their offset in the arena."""
-        offset = -(-self._top // align) * align
+    def allocate(self, nbytes: int, align: int = 256, shift: int = 0) -> int:
+        """Reserve bytes and return their offset in the arena, which is `shift` modulo `align`."""
+        offset = -(-self._top // align) * align + shift
         if offset + nbytes + GUARD_BYTES > self.size:
             raise ValueError(f"arena: {nbytes} bytes more than fit in {self.size}; pass a larger arena")
         self._top = offset + nbytes + GUARD_BYTES
@@ -45,9 +45,9 @@ class Arena:
         return offset
 
     def write(self, offset: int, data: Any) -> None:
-        """Copy bytes-like data or an array into the arena."""
-        flat = np.ascontiguousarray(np.frombuffer(data, np.uint8) if not isinstance(data, np.ndarray) else data)
-        self.bytes[offset : offset + flat.nbytes] = flat.reshape(-1).view(np.uint8)
+        """Copy bytes-like data into the arena."""
+        content = np.frombuffer(data, np.uint8)
+        self.bytes[offset : offset + content.size] = content
 
     def offsets(self, addresses: Array, nbytes: int) -> Array:
         """Arena offsets of absolute int64 addresses, each the start of `nbytes`; faults unless all are valid."""

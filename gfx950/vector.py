@@ -247,10 +247,7 @@ def _build_compare(
     """v_cmp writes a mask with a 0 for lanes that are off; v_cmpx also makes it the new EXEC."""
     parts = inst.name.split("_")
     sets_exec = parts[1] == "CMPX"
-    if parts[2] == "CLASS":
-        kinds, function = "fu", float_class
-    else:
-        kinds, function = _comparison(inst, parts[2], parts[3])
+    kinds, function = ("fu", float_class) if parts[2] == "CLASS" else _comparison(inst, parts[2], parts[3])
     compute = _applied(function, _source_readers(codes, kinds, inst.literal, modifiers, replaced))
 
     def run(wave: Wave) -> None:
