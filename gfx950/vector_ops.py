@@ -81,15 +81,19 @@ def _align(high: Any, low: Any, shift: Any) -> Any:
     return (((high.astype(U64) << 32) | low.astype(U64)) >> shift.astype(U64)).astype(U32)
 
 
+def _exponent_field(x: Any) -> Any:
+    return ((x.view(U32) >> 23) & 0xFF).astype(I32)
+
+
 def _division_fixup(quotient: Any, denominator: Any, numerator: Any) -> Any:
     """v_div_fixup_f32: the special cases of numerator / denominator."""
     negative = np.signbit(denominator) ^ np.signbit(numerator)
     infinity = np.where(negative, F32(-np.inf), F32(np.inf))
     zero = np.where(negative, F32(-0.0), F32(0.0))
+    underflow = _exponent_field(numerator) - _exponent_field(denominator) < -150
     result = np.where(negative, -np.abs(quotient), np.abs(quotient))
-    result = np.where(np.isnan(quotient), infinity, result)
+    result = np.where(underflow | np.isinf(denominator) | (numerator == 0), zero, result)
     result = np.where((denominator == 0) | np.isinf(numerator), infinity, result)
-    result = np.where(np.isinf(denominator) | (numerator == 0), zero, result)
     invalid = ((denominator == 0) & (numerator == 0)) | (np.isinf(denominator) & np.isinf(numerator))
     invalid |= np.isnan(denominator) | np.isnan(numerator)
     return np.where(invalid, F32(np.nan), result).astype(F32)
@@ -134,7 +138,7 @@ def _leading_zeros(x: Any) -> Any:
 
 
 def _trailing_zeros(x: Any) -> Any:
-    return np.where(x == 0, 0xFFFFFFFF, np.bitwise_count((x & (~x + 1)) - 1)).astype(U32)
+    return np.where(x == 0, U32(0xFFFFFFFF), np.bitwise_count((x & (~x + 1)) - 1).astype(U32))
 
 
 def _unsigned_byte(position: int) -> Callable[[Any], Any]:
