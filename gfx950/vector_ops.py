@@ -92,6 +92,8 @@ def _division_fixup(quotient: Any, denominator: Any, numerator: Any) -> Any:
     zero = np.where(negative, F32(-0.0), F32(0.0))
     underflow = _exponent_field(numerator) - _exponent_field(denominator) < -150
     result = np.where(negative, -np.abs(quotient), np.abs(quotient))
+    # A quotient that overflows leaves inf - inf in the refinement steps before.
+    result = np.where(np.isnan(quotient), infinity, result)
     result = np.where(underflow | np.isinf(denominator) | (numerator == 0), zero, result)
     result = np.where((denominator == 0) | np.isinf(numerator), infinity, result)
     invalid = ((denominator == 0) & (numerator == 0)) | (np.isinf(denominator) & np.isinf(numerator))
