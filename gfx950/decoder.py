@@ -11,6 +11,8 @@ _EIGHT_BYTE_FORMATS = frozenset(
     ("VOP3", "VOP3_SDST", "VOP3SD", "VOP3P", "VOP3P_MFMA", "DS", "FLAT", "GLOBAL", "SCRATCH", "MUBUF", "MTBUF", "SMEM")
 )
 _LITERAL_OPERAND = 255
+# Upper half of the first word of v_mfma_scale_*.
+_SCALED_MFMA_PREFIX = 0xD3AC
 _LITERAL_VOP2 = ("MADMK", "MADAK", "FMAMK", "FMAAK")
 
 
@@ -61,8 +63,12 @@ def _size_bytes(kind: str, opcode: str, raw: int) -> int:
 @lru_cache(maxsize=1 << 16)
 def decode(code: bytes) -> Instruction:
     """Decode the instruction at the start of `code` (16 bytes, the length of the longest encoding)."""
-    layout = detect_format(code, "cdna")
     raw = int.from_bytes(code, "little")
+    # The tables of tinygrad 0.14.0 leave the prefix of the 16-byte encoding open: any 8-byte instruction in front of an
+    # f8f6f4 MFMA would match. Seen without the second half it cannot.
+    if (raw >> 16) & 0xFFFF != _SCALED_MFMA_PREFIX:
+        code = code[:8]
+    layout = detect_format(code, "cdna")
     kind = layout.__name__.replace("_LIT", "")
     opcode = layout.from_bytes(code).op.name
     name = opcode
