@@ -37,6 +37,7 @@ def _compile_in_child(source: Any, options: Any, log: IO[bytes]) -> NoReturn:
     """Body of the child process: compile into the cache, with everything that is printed going to the log."""
     os.dup2(log.fileno(), 1)
     os.dup2(log.fileno(), 2)
+    sys.stdout = sys.stderr = os.fdopen(1, "w")
     status = 0
     try:
         triton.compile(source, target=TARGET, options=options)
@@ -44,7 +45,6 @@ def _compile_in_child(source: Any, options: Any, log: IO[bytes]) -> NoReturn:
         traceback.print_exc()
         status = _RAISED
     sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)
 
 

@@ -74,6 +74,9 @@ def decode(code: bytes) -> Instruction:
     name = opcode
     for suffix in _MODIFIER_SUFFIXES:
         name = name.removesuffix(suffix)
+    for variant in ("SDWA", "DPP"):
+        if variant in kind:
+            opcode = f"{name}_{variant}"
     return Instruction(
         kind, opcode, name, _size_bytes(kind, opcode, raw), (raw >> 32) & 0xFFFFFFFF, Fields(raw, layout)
     )

@@ -62,8 +62,7 @@ class _Utils:
 class _Launcher:
     """Runs a compiled kernel with the arguments that Triton bound."""
 
-    def __init__(self, device: EmulatedDevice, source: Any, metadata: Any) -> None:
-        self._device = device
+    def __init__(self, source: Any, metadata: Any) -> None:
         self._metadata = metadata
         self._kinds = list(source.signature.values())
 
@@ -72,12 +71,10 @@ class _Launcher:
         bound = zip(self._kinds, rest[4:], strict=True)
         args = [_as_kind(kind, value) for kind, value in bound if kind != "constexpr"]
         metadata = self._metadata
-        stats = run(
-            hsaco, args, (x, y, z), shared=metadata.shared, num_warps=metadata.num_warps, **self._device.options
-        )
-        self._device.launches.append(
-            Launch(metadata.name, (x, y, z), metadata.num_warps, metadata.shared, stats, hsaco)
-        )
+        # Triton keeps a launcher with the compiled kernel: the device may be another one than when it was made.
+        device: EmulatedDevice = driver.active.device
+        stats = run(hsaco, args, (x, y, z), shared=metadata.shared, num_warps=metadata.num_warps, **device.options)
+        device.launches.append(Launch(metadata.name, (x, y, z), metadata.num_warps, metadata.shared, stats, hsaco))
 
 
 def _as_kind(kind: str, value: Any) -> Any:
@@ -93,14 +90,14 @@ class _Driver(DriverBase):  # type: ignore[misc]
     def __init__(self, device: EmulatedDevice) -> None:
         super().__init__()
         self.utils = _Utils()
-        self._device = device
+        self.device = device
 
     @classmethod
     def is_active(cls) -> bool:
         return False
 
     def launcher_cls(self, source: Any, metadata: Any) -> _Launcher:
-        return _Launcher(self._device, source, metadata)
+        return _Launcher(source, metadata)
 
     def get_current_target(self) -> GPUTarget:
         return TARGET

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from .decoder import Instruction
 from .errors import UnsupportedInstructionError
-from .wave import (
-    MASK32,
-    MASK64,
-    VCC,
-    Step,
-    Wave,
-    scalar_reader,
-    scalar_reader64,
-    sign_extend,
-)
+from .wave import MASK32, MASK64, VCC, Step, Wave, scalar_reader, scalar_reader64, sign_extend
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -31,14 +22,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "LG": operator.ne,
     "GE": operator.ge,
 }
-_NO_EFFECT = (
-    "S_NOP",
-    "S_SETPRIO",
-    "S_SLEEP",
-    "S_SETHALT",
-    "S_INST_PREFETCH",
-    "S_TTRACEDATA",
-)
+_NO_EFFECT = ("S_NOP", "S_SETPRIO", "S_SLEEP", "S_SETHALT", "S_INST_PREFETCH", "S_TTRACEDATA")
 _ALL_ONES_VMCNT = 63
 
 

@@ -77,11 +77,7 @@ def _packed_constant(code: int) -> Reader | None:
 
 
 def _source_readers(
-    codes: list[int],
-    kinds: str,
-    literal: int,
-    modifiers: Modifiers,
-    replaced: list[Reader | None] | None = None,
+    codes: list[int], kinds: str, literal: int, modifiers: Modifiers, replaced: list[Reader | None] | None = None
 ) -> list[Reader]:
     """Readers of an instruction's sources in the kinds that its function takes.
 

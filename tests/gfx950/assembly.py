@@ -1,7 +1,7 @@
 """Runs a few hand-written instructions in the emulator, assembled by the LLVM that Triton brings along."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -66,7 +66,7 @@ _ARGUMENT = """      - .address_space: global
         .value_kind: global_buffer"""
 
 
-@lru_cache(maxsize=None)
+@cache
 def assemble(body: str, scratch: int = 0) -> bytes:
     """A code object whose kernel takes four pointers and consists of `body`."""
     args = "\n".join(_ARGUMENT.format(offset=8 * i) for i in range(4))

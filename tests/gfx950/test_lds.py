@@ -138,7 +138,9 @@ def test_transposed_read_gives_each_lane_a_column(name: str, per_lane: int) -> N
     result, _ = execute(body, sources, ("v4", "v5"), lds=512)
     pairs = [int(low) | int(high) << 32 for low, high in zip(*sources, strict=True)]
     for block in range(4):
-        stream = [p >> (bits * e) & ((1 << bits) - 1) for p in pairs[16 * block : 16 * block + 16] for e in range(per_lane)]
+        stream = [
+            p >> (bits * e) & ((1 << bits) - 1) for p in pairs[16 * block : 16 * block + 16] for e in range(per_lane)
+        ]
         for lane in range(16):
             column = stream[lane::16]
             expected = sum(value << (bits * row) for row, value in enumerate(column))

@@ -52,10 +52,9 @@ def to_registers(codes: np.ndarray, kind: str, *, split: bool) -> np.ndarray:
         row, group = lane % m, lane // m
         bits = 0
         for element in range(share):
+            column = group * share + element
             if split:
                 column = (element // 16) * (k // 2) + group * 16 + element % 16
-            else:
-                column = group * share + element
             bits |= int(codes[row, column]) << (BITS[kind] * element)
         words[lane] = np.frombuffer(bits.to_bytes(words.shape[1] * 4, "little"), np.uint32)
     return words.T
@@ -154,7 +153,7 @@ def test_scaled_mfma_of_every_pair_of_formats(m: int, k: int, kind_a: str, kind_
         return values * np.repeat(factor, 32, axis=1)
 
     # Scales near 1, so that float32 holds every product.
-    scale_a, scale_b = ((s & 0x07070707) + 0x7C7C7C7C for s in (scale_a, scale_b))
+    scale_a, scale_b = (np.asarray((s & 0x07070707) + 0x7C7C7C7C, np.uint32) for s in (scale_a, scale_b))
     op_sel = f"op_sel:[{byte_a & 1},{byte_b & 1},0] op_sel_hi:[{byte_a >> 1},{byte_b >> 1},0]"
     registers = multiply(
         f"scale_f32_{m}x{m}x{k}_f8f6f4",

@@ -140,7 +140,9 @@ def test_packed_float32_works_on_register_pairs(name: str) -> None:
     values = as_float(sources)
     count = 3 if "fma" in name else 2
     operands = ", ".join(f"v[{8 + 2 * i}:{9 + 2 * i}]" for i in range(count))
-    swap = f"op_sel:[{','.join('1' * count)}] op_sel_hi:[{','.join('0' * count)}] neg_lo:[1,{','.join('0' * (count - 1))}]"
+    swap = (
+        f"op_sel:[{','.join('1' * count)}] op_sel_hi:[{','.join('0' * count)}] neg_lo:[1,{','.join('0' * (count - 1))}]"
+    )
     body = f"{name} v[4:5], {operands}\n{name} v[6:7], {operands} {swap}"
     result, _ = execute(body, sources, ("v4", "v5", "v6", "v7"))
     low, high = values[0 : 2 * count : 2], values[1 : 2 * count : 2]

@@ -86,7 +86,7 @@ THREE_SOURCES: dict[str, Callable[[int, int, int], int]] = {
     "v_max3_u32": max,
     "v_min3_u32": min,
 }
-ALL = {**ONE_SOURCE, **TWO_SOURCES, **THREE_SOURCES}
+ALL: dict[str, Callable[..., int]] = {**ONE_SOURCE, **TWO_SOURCES, **THREE_SOURCES}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -117,7 +117,9 @@ def test_shift64_matches_python_integers(name: str) -> None:
 def test_add64_with_shift_matches_python_integers() -> None:
     sources = pattern(5, 5)
     body = "v_lshl_add_u64 v[4:5], v[8:9], v10, v[12:13]"
-    result, _ = execute(body, [sources[0], sources[1], sources[2] % 5, sources[2], sources[3], sources[4]], ("v4", "v5"))
+    result, _ = execute(
+        body, [sources[0], sources[1], sources[2] % 5, sources[2], sources[3], sources[4]], ("v4", "v5")
+    )
     low, high = (sources[i].astype(object) for i in (0, 3))
     value = low + (sources[1].astype(object) << 32)
     addend = high + (sources[4].astype(object) << 32)
