@@ -22,7 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 TARGET = GPUTarget("hip", "gfx950", 64)
-_ERROR = re.compile(r"\berror:|couldn't allocate (?:input|output) reg|LLVM ERROR", re.IGNORECASE)
+_ERROR = re.compile(r"\berror:|(?:couldn't|could not) allocate (?:input|output) reg|LLVM ERROR", re.IGNORECASE)
 # Code is cached apart from Triton's own cache, which may hold code that was compiled in spite of an error.
 _CACHE_SUFFIX = "-gfx950-checked"
 # Exit status of the child when the compiler raised an exception, which the caller then gets by compiling itself.
