@@ -133,11 +133,12 @@ def header_lines(device: str, tolerance: float) -> list[str]:
             lines[0] += f", {clocks}"
     lines.append("versions: " + ", ".join(versions))
     lines.append(
-        f"contest check: rtol = atol = {limits['contest_rtol']}, {limits['contest_miss_ratio']:.0%} of the elements may miss"
+        f"contest check: rtol = atol = {limits['contest_rtol']},"
+        f" {limits['contest_miss_ratio']:.0%} of the elements may miss"
     )
     lines.append(
-        f"strict check: relative L2 per (sequence, head) <= {limits['strict_rel_l2']} to the nearest honest truth, or <="
-        f" {limits['fp8_slack']} x\n              an honest fp8 computation's own error on that row"
+        f"strict check: relative L2 per (sequence, head) <= {limits['strict_rel_l2']} to the nearest honest truth,"
+        f" or <= {limits['fp8_slack']} x\n              an honest fp8 computation's own error on that row"
     )
     return lines
 
@@ -179,7 +180,8 @@ class PersonReporter(harness.Reporter):
             "profile": "profiles",
         }[run.mode]
         line(
-            f"{run.mode}: {what} {run.submission.name} on {len(cases)} cases (unofficial: the contest's own run decides)"
+            f"{run.mode}: {what} {run.submission.name} on {len(cases)} cases"
+            " (unofficial: the contest's own run decides)"
         )
         if run.device == "cpu":
             line(

@@ -3,9 +3,9 @@
     parent (eval.py) --socket--> nursery --fork--> one worker per case --runs--> custom_kernel
            <--------------------------------------- outputs through a memory file
 
-The nursery imports torch once and forks; where a GPU is used the fork starts a fresh interpreter, since a device context
-does not survive a fork. A worker holds no result pipe, no secret seed, no reference value and no checker; it runs in its
-own session with its own standard output, and the parent may kill it at any moment.
+The nursery imports torch once and forks; where a GPU is used the fork starts a fresh interpreter, since a device
+context does not survive a fork. A worker holds no result pipe, no secret seed, no reference value and no checker; it
+runs in its own session with its own standard output, and the parent may kill it at any moment.
 
 This file stands alone: it imports torch and, only to generate large inputs on a GPU, the `reference` beside eval.py.
 """
@@ -57,7 +57,6 @@ GUARDED = {
         "equal",
         "isclose",
         "isnan",
-        "manual_seed",
         "no_grad",
         "ones",
         "randint",
@@ -173,7 +172,7 @@ def _become_worker(fds: list[int], request: dict[str, Any], fork_only: bool) -> 
         if not fork_only:
             os.execv(sys.executable, [sys.executable, os.path.abspath(__file__), "serve", str(CONTROL_FD)])
         serve(CONTROL_FD)
-    except BaseException:  # noqa: BLE001 (a fork must never fall back into the nursery's loop)
+    except BaseException:  # a fork must never fall back into the nursery's loop
         traceback.print_exc()
     os._exit(70)
 
@@ -197,7 +196,7 @@ def _short_trace(error: BaseException) -> str:
     where = f" (at {os.path.basename(frames[-1].filename)}:{frames[-1].lineno} in {frames[-1].name})" if frames else ""
     try:
         text = str(error)
-    except Exception:  # noqa: BLE001 (an exception class of the submission may itself be broken)
+    except Exception:  # an exception class of the submission may itself be broken
         text = "<message cannot be shown>"
     return f"{type(error).__name__}: {text}"[:TRACE_CHARS] + where
 
@@ -603,7 +602,7 @@ def serve(fd: int) -> None:
             answer = {"ok": False, "error": str(error), "kind": "refusal"}
         except SystemExit as error:
             answer = {"ok": False, "error": f"called sys.exit({error.code!r})"[:TRACE_CHARS], "kind": "exit"}
-        except BaseException as error:  # noqa: BLE001 (whatever it is, it is an answer)
+        except BaseException as error:  # whatever it is, it is an answer
             answer = {"ok": False, "error": _short_trace(error), "kind": type(error).__name__}
         for passed in fds:
             with contextlib.suppress(OSError):

@@ -1,0 +1,13 @@
+"""Returns what it computed last time for these addresses."""
+
+# expect: replay: new content | new content in the same storage
+from mla import honest
+
+results = {}
+
+
+def custom_kernel(data):
+    key = (data[0].data_ptr(), data[1]["bf16"].data_ptr())
+    if key not in results:
+        results[key] = honest(data)
+    return results[key].clone()

@@ -1,0 +1,8 @@
+"""Attention over the MXFP4 cache."""
+
+# expect: honest
+from mla import attend
+
+
+def custom_kernel(data):
+    return attend(data, "mxfp4").bfloat16()
