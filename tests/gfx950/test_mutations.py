@@ -136,7 +136,6 @@ MUTATIONS: list[tuple[str, Mutation, int]] = [
     ("matmul", change_matrix_format, 1),
     ("scaled-fp8-fp4-16", change_opcode, 10),
     ("gluon-fp4-step", change_opcode, 10),
-    ("fp4-packed-along-n", change_source_register, 5),
     ("gluon-fp4-step", change_source_register, 5),
     ("scaled-fp8-fp4-16", change_destination_register, 20),
     ("fp4-packed-along-n", change_destination_register, 10),
