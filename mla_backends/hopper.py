@@ -1,0 +1,257 @@
+"""MXFP4 MLA decode on Hopper: plans, workspace and launch of the kernel in `hopper.cu`.
+
+q   bf16 [batch, 16, 576]      kv_fp4 uint8 [tokens, 288]      kv_indptr int32 [batch + 1]
+out bf16 [batch, 16, 512]      kv_scale uint8 [tokens, 18], any strides
+
+One launch. Clusters of CTAs take equal shares of all tokens, whatever the lengths; see `hopper.cu`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import nvrtc
+
+HEADS = 16
+QK_DIM = 576
+LATENT_DIM = 512
+TOKEN_BYTES = QK_DIM // 2
+SCALE_BLOCKS = QK_DIM // 32
+THREADS = 128
+STEP = 16  # tokens of one pass through the kernel's loop
+MAX_CLUSTER = 8  # the largest cluster that every Hopper GPU takes
+CTAS_PER_SM = 3
+PART_BYTES = HEADS * LATENT_DIM * 4
+ARRIVALS_PER_SEQUENCE = 16  # counters, one per rank of a cluster
+MAX_SCALE_BYTES = 1 << 31  # the kernel's offsets into the scales have 32 bits
+SOURCE = Path(__file__).with_name("hopper.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class HopperPlan:
+    """How the launch is cut."""
+
+    cluster: int  # CTAs that share a segment and merge through shared memory: 1, 2, 4 or 8
+    clusters: int  # clusters in the grid; each takes an equal share of all tokens
+
+    def __post_init__(self) -> None:
+        """Refuse what the kernel cannot run."""
+        if self.cluster not in (1, 2, 4, 8):
+            raise ValueError(f"HopperPlan.cluster: expected 1, 2, 4 or 8, got {self.cluster}")
+        if not 1 <= self.clusters <= 1 << 16:
+            raise ValueError(f"HopperPlan.clusters: expected 1..65536, got {self.clusters}")
+
+
+class _Args(ctypes.Structure):
+    # `Args` of hopper.cu, field for field.
+    _fields_ = (
+        ("q", ctypes.c_void_p),
+        ("kv", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("kv_indptr", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+        ("part_stats", ctypes.c_void_p),
+        ("arrivals", ctypes.c_void_p),
+        ("scale_row_stride", ctypes.c_int),
+        ("scale_col_stride", ctypes.c_int),
+        ("log2_scale", ctypes.c_float),
+        ("batch", ctypes.c_int),
+    )
+
+
+def choose_plans(batch: int, total_kv: int, num_sms: int) -> list[HopperPlan]:
+    """Plans worth timing for one shape, most promising first; pure.
+
+    Args:
+        batch: sequences.
+        total_kv: tokens of all sequences.
+        num_sms: multiprocessors of the device.
+    """
+    slots = num_sms * CTAS_PER_SM
+    steps = max(1, -(-total_kv // STEP))
+    plans: list[HopperPlan] = []
+    for cluster in (1, 2, 4, 8):
+        for ctas in (slots, num_sms * 2, num_sms):
+            clusters = max(1, min(ctas // cluster, steps // cluster))
+            for count in (clusters, clusters // batch * batch):
+                plan = HopperPlan(cluster, count) if count else None
+                if plan and plan not in plans:
+                    plans.append(plan)
+    return plans
+
+
+@dataclass(slots=True)
+class _Workspace:
+    """Scratch of one CUDA queue: calls on one queue never overlap, so they share it."""
+
+    parts: torch.Tensor  # float32 [2 clusters, 16, 512]
+    stats: torch.Tensor  # float32 [2 clusters, 2, 16]
+    arrivals: torch.Tensor  # int32 [batch, 16], zero between launches
+
+    def holds(self, batch: int, clusters: int) -> bool:
+        return self.arrivals.shape[0] >= batch and self.parts.shape[0] >= 2 * clusters
+
+
+def _parts(clusters: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = torch.empty((2 * clusters, HEADS, LATENT_DIM), dtype=torch.float32, device=device)
+    return parts, torch.empty((2 * clusters, 2, HEADS), dtype=torch.float32, device=device)
+
+
+class _ZeroArena:
+    """Zeroed counters that a graph capture can take without recording a fill of its own.
+
+    The kernel leaves its counters at zero, so they must be zeroed once, before the first replay; a fill recorded in the
+    graph would be a second launch at every replay.
+    """
+
+    ROWS = 1 << 14
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.refill()
+
+    def refill(self) -> None:
+        self._rows = torch.zeros((self.ROWS, ARRIVALS_PER_SEQUENCE), dtype=torch.int32, device=self._device)
+        self._used = 0
+
+    def low(self) -> bool:
+        return 2 * self._used > self.ROWS
+
+    def take(self, batch: int) -> torch.Tensor:
+        if self._used + batch > self.ROWS:
+            return torch.zeros((batch, ARRIVALS_PER_SEQUENCE), dtype=torch.int32, device=self._device)
+        self._used += batch
+        return self._rows[self._used - batch : self._used]
+
+
+@cache
+def load_kernel(device_index: int, options: tuple[str, ...] = ()) -> nvrtc.Kernel:
+    """The kernel for one device, compiled on the first call.
+
+    Args:
+        device_index: CUDA device.
+        options: further NVRTC options, such as -DSTAGES=3.
+    """
+    with torch.cuda.device(device_index):
+        torch.cuda.current_stream()  # makes torch's context current in this thread
+        base = ("--gpu-architecture=sm_90", "--std=c++17", f"-DCTAS_PER_SM={CTAS_PER_SM}")
+        cubin = nvrtc.compile_cubin(SOURCE.read_text(), SOURCE.name, base + options)
+        return nvrtc.Kernel(cubin, "mla_decode_mxfp4", _Args, THREADS)
+
+
+class HopperBackend:
+    """One launch of the sm_90 kernel."""
+
+    name = "hopper"
+
+    def __init__(self) -> None:
+        """Nothing is compiled or allocated before the first run."""
+        self._workspaces: dict[tuple[int, int], _Workspace] = {}
+        self._launches: dict[tuple[int, HopperPlan], nvrtc.PreparedLaunch] = {}
+        self._arenas: dict[int, _ZeroArena] = {}
+
+    def supports(self, problem: Any) -> str | None:
+        """None, or the reason why the problem is not for this kernel."""
+        if problem.arch != "sm_90":
+            return f"written for sm_90, the device is {problem.arch}"
+        if problem.heads != HEADS:
+            return f"written for {HEADS} heads, not {problem.heads}"
+        if problem.total_q != problem.batch:
+            return f"one query token per sequence only, not {problem.total_q} for {problem.batch} sequences"
+        if getattr(problem, "kv_row_bytes", TOKEN_BYTES) != TOKEN_BYTES:
+            return f"rows of the cache must be {TOKEN_BYTES} bytes apart, not {problem.kv_row_bytes}"
+        rows, cols = getattr(problem, "scale_strides", (SCALE_BLOCKS, 1))
+        if problem.total_kv * abs(rows) + SCALE_BLOCKS * abs(cols) >= MAX_SCALE_BYTES:
+            return f"the scales span over {MAX_SCALE_BYTES} bytes"
+        try:
+            nvrtc.load_nvrtc()
+        except OSError as error:
+            return str(error)
+        return None
+
+    def plans(self, problem: Any) -> list[HopperPlan]:
+        """Plans to time, most promising first."""
+        return choose_plans(problem.batch, problem.total_kv, problem.num_cus)
+
+    def run(self, plan: HopperPlan, inputs: Any) -> torch.Tensor:
+        """Attention of every query token over its whole sequence.
+
+        Args:
+            plan: from `plans`; it affects speed only.
+            inputs: q bf16 [batch, 16, 576]; kv_fp4 uint8 [tokens, 288]; kv_scale uint8 [>= tokens, >= 18], any strides;
+                kv_indptr int32 or int64 [batch + 1]; sm_scale float.
+
+        Returns:
+            bf16 [batch, 16, 512], a fresh tensor; zero for an empty sequence.
+
+        Raises:
+            ValueError: a tensor is laid out as the kernel cannot read it.
+        """
+        q, kv, scale, indptr = inputs.q, inputs.kv_fp4, inputs.kv_scale, inputs.kv_indptr
+        batch = q.shape[0]
+        if not kv.is_contiguous() or kv.data_ptr() % 16:
+            raise ValueError(f"kv_fp4: expected contiguous rows at a 16-byte address, got strides {kv.stride()}")
+        if not q.is_contiguous() or q.data_ptr() % 16:
+            q = q.clone(memory_format=torch.contiguous_format)
+        if indptr.dtype != torch.int32 or not indptr.is_contiguous():
+            indptr = indptr.to(torch.int32).contiguous()
+        device = q.device
+        if device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self._launch(plan, q, kv, scale, indptr, inputs.sm_scale, batch)
+        return self._launch(plan, q, kv, scale, indptr, inputs.sm_scale, batch)
+
+    def _launch(
+        self,
+        plan: HopperPlan,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        scale: torch.Tensor,
+        indptr: torch.Tensor,
+        sm_scale: float,
+        batch: int,
+    ) -> torch.Tensor:
+        index = q.device.index
+        queue = torch.cuda.current_stream().cuda_stream
+        launch = self._launches.get((index, plan))
+        if launch is None:
+            launch = load_kernel(index).prepare(plan.cluster * plan.clusters, plan.cluster)
+            self._launches[index, plan] = launch
+        space = self._workspace(index, queue, batch, plan.clusters, q.device)
+        out = torch.empty((batch, HEADS, LATENT_DIM), dtype=torch.bfloat16, device=q.device)
+        args = launch.args
+        args.q, args.kv, args.scale = q.data_ptr(), kv.data_ptr(), scale.data_ptr()
+        args.kv_indptr, args.out = indptr.data_ptr(), out.data_ptr()
+        args.parts, args.part_stats = space.parts.data_ptr(), space.stats.data_ptr()
+        args.arrivals = space.arrivals.data_ptr()
+        args.scale_row_stride, args.scale_col_stride = scale.stride()
+        args.log2_scale, args.batch = sm_scale * math.log2(math.e), batch
+        launch(queue)
+        return out
+
+    def _workspace(self, index: int, queue: int, batch: int, clusters: int, device: torch.device) -> _Workspace:
+        arena = self._arenas.get(index)
+        if torch.cuda.is_current_stream_capturing():
+            # A graph's replays may overlap anything else, so every captured call has a workspace of its own.
+            if arena is None:
+                zeros = torch.zeros((batch, ARRIVALS_PER_SEQUENCE), dtype=torch.int32, device=device)
+                return _Workspace(*_parts(clusters, device), zeros)
+            return _Workspace(*_parts(clusters, device), arena.take(batch))
+        if arena is None:
+            self._arenas[index] = _ZeroArena(device)
+        elif arena.low():
+            arena.refill()
+        space = self._workspaces.get((index, queue))
+        if space is None or not space.holds(batch, clusters):
+            zeros = torch.zeros((max(batch, 64), ARRIVALS_PER_SEQUENCE), dtype=torch.int32, device=device)
+            space = _Workspace(*_parts(clusters, device), zeros)
+            self._workspaces[index, queue] = space
+        return space
