@@ -15,7 +15,8 @@ MIB = 1 << 20
 def set_seed(seed: int = 42) -> None:
     """Seed Python, numpy and every torch device."""
     random.seed(seed)
-    np.random.seed(seed % (1 << 32))
+    # The legacy generator is the one that submissions draw from.
+    np.random.seed(seed % (1 << 32))  # noqa: NPY002
     torch.manual_seed(seed)
 
 

@@ -388,14 +388,13 @@ class Audit:
             answer = self.worker.request("time", [fd], **common, seeds=seeds, save=True, inclusive=False)
             if answer.get("problem"):
                 raise Refused(f"in a timed run: {harness.output_error(answer['problem'], shape, 'cuda')}")
-            durations = [float(d) for d in answer["durations"]]
+            durations, _ = harness.timed_answer(answer, inclusive=False)
             for i in range(min(len(durations), len(seeds))):
                 again = reference.generate_input(**args, seed=seeds[i])
                 output = harness.read_output(fd, i * size, shape, self.device)
                 self.judged(again, output, what=f"{case.shape}, timed run {i + 1}: ")
             answer = self.worker.request("time", [fd], **common, seeds=None, save=False, inclusive=True)
-        inclusive = [float(d) for d in answer["durations"]]
-        walls = [float(w) for w in answer["walls"]]
+        inclusive, walls = harness.timed_answer(answer, inclusive=True)
         error = harness.time_error(case, durations, inclusive, walls, self.run.card)
         if error:
             raise Refused(f"{case.shape}: {error}")

@@ -2,8 +2,8 @@
 
 Each seed draws one input of every adversarial kind and judges honest variants on it: each cache, queries in bf16 or
 rounded to fp8 with one scale or one a head, probabilities exact, in bf16 or in fp8, tokens whole or split. It prints
-the worst ratio of a row's error to its limit, and counts refusals; there must be none. With --drop it also counts how often
-leaving out one token is seen.
+the worst ratio of a row's error to its limit, and counts refusals; there must be none. With --drop it also counts how
+often leaving out one token is seen.
 """
 
 from __future__ import annotations

@@ -237,7 +237,10 @@ class Worker:
         """Choose the device and, on a GPU, get ready to generate inputs here."""
         self.cuda = request["device"] == "cuda"
         here = os.path.dirname(_THIS_FILE)
-        sys.path[:] = request["paths"] + [p for p in sys.path if p not in (here, *request["paths"])]
+        paths = [request["folder"], request["harness"]]
+        others = [path for path in sys.path if path not in (here, *paths)]
+        # The evaluator's own modules come from its folder, whatever lies beside the submission.
+        sys.path[:] = [request["harness"], *others]
         if self.cuda:
             if not self.torch.cuda.is_available():
                 raise Refusal("device: no GPU is visible to the worker")
@@ -254,6 +257,7 @@ class Worker:
             self.device_synchronize = self.torch._C._cuda_synchronize
             self.current_queue = self.torch.cuda.current_stream
         self._remember()
+        sys.path[:] = paths + others
         return {}
 
     def _remember(self) -> None:
@@ -346,10 +350,13 @@ class Worker:
         for name, tensor in _named_tensors(self.inputs[slot]).items():
             flat = tensor.view(self.torch.uint8).reshape(-1)
             if self.cuda and flat.numel() > (64 << 20):
-                # Too much to bring over: two sums over 64-bit words, one weighted by position.
+                # Too much to bring over: sums over 64-bit words, plain and weighted by position, piece by piece.
                 words = flat[: flat.numel() // 8 * 8].view(self.torch.int64)
-                weights = self.torch.arange(words.numel(), device=words.device, dtype=self.torch.int64) | 1
-                digests[name] = f"{words.sum().item()}:{(words * weights).sum().item()}"
+                sums = []
+                for piece in words.split(1 << 24):
+                    weights = self.torch.arange(piece.numel(), device=piece.device, dtype=self.torch.int64) | 1
+                    sums.append(self.torch.stack((piece.sum(), (piece * weights).sum())))
+                digests[name] = str(self.torch.stack(sums).tolist())
             else:
                 digests[name] = self.blake2b(flat.cpu().numpy().tobytes(), digest_size=16).hexdigest()
         return digests
@@ -445,7 +452,8 @@ class Worker:
 
         generate (when seeds are given) -> synchronize -> flush, not waited for -> start -> call -> end -> synchronize.
         With `inclusive`, the flush is waited for and the whole device is synchronised before the end event, so that
-        work on other queues and threads counts, and the host's clock can be compared with the device's.
+        work on other queues and threads counts, and the host's clock can be compared with the device's. `hosts` are the
+        times, in ns, that the call itself took on the host.
         """
         torch, entry, flush = self.torch, self.entry, self.flush
         assert entry is not None and flush is not None
@@ -456,11 +464,12 @@ class Worker:
         data = self.inputs[slot]
         kept: list[Any] = []
         walls: list[float] = []
+        hosts: list[float] = []
         durations: list[float] = []
         problem = None
         shape = (data[0].shape[0], data[0].shape[1], data[4]["v_head_dim"])
         if request["save"]:
-            kept = [torch.empty(shape, dtype=torch.bfloat16, device="cuda") for _ in range(request["count"])]
+            kept = [torch.empty(shape, dtype=torch.bfloat16, device=data[0].device) for _ in range(request["count"])]
         started = self.clock()
         gc.collect()
         gc.disable()
@@ -479,7 +488,9 @@ class Worker:
                 queue = self.current_queue()
                 wall = self.clock()
                 record(start, queue)
+                called = self.clock()
                 out = entry(data)
+                hosts.append((self.clock() - called) * 1e9)
                 if inclusive:
                     synchronize()
                 record(end, queue)
@@ -501,7 +512,7 @@ class Worker:
             size = kept[0].numel() * 2
             for i in range(len(durations)):
                 self._save(kept[i], fds[0], i * size, size)
-        return {"durations": durations, "walls": walls, "problem": problem}
+        return {"durations": durations, "walls": walls, "hosts": hosts, "problem": problem}
 
     def op_profile(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """One call under torch's profiler."""
