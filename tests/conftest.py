@@ -1,0 +1,34 @@
+"""Fixtures shared by all tests. The repository's folder is importable; Triton itself stays compiled in this process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+for folder in (ROOT, ROOT / "tests"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
+
+@pytest.fixture(scope="session")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A worker in which Triton interprets: it decides at import, so it needs a process of its own."""
+    import interpreted
+
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context, initializer=interpreted.start) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No override of the caller's shell reaches a test."""
+    for name in [name for name in os.environ if name.startswith("MLA_") or name.startswith("POPCORN_")]:
+        monkeypatch.delenv(name)

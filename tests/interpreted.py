@@ -1,0 +1,85 @@
+"""Runs the submission's kernels in Triton's interpreter, inside the worker of the `interpreter` fixture."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from cases import Case, build, errors
+
+
+def start() -> None:
+    """Choose interpretation before Triton is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def decode(case: Case, plan: dict[str, Any]) -> tuple[float, float]:
+    """errors() of mla_decode with this plan."""
+    import submission
+
+    t = build(case)
+    plan_ = submission.Plan(**{"chunk": 512, **plan})
+    out, lse = submission.mla_decode(t.q, t.codes, t.scales, t.indptr, case.sm_scale, plan_)
+    return errors(out, lse, case, t)
+
+
+def decode_into_canaries(case: Case, plan: dict[str, Any]) -> tuple[float, bool]:
+    """(worst relative L2, canaries intact) with NaN-poisoned outputs in the middle of larger buffers."""
+    import submission
+    import torch
+
+    t = build(case)
+    rows = t.q.shape[0] * case.heads
+    guard = 512
+    flat = torch.full((guard + rows * 512 + guard,), torch.nan, dtype=torch.bfloat16)
+    flat_lse = torch.full((guard + rows + guard,), torch.nan, dtype=torch.float32)
+    flat[:guard] = flat[-guard:] = 7.0
+    flat_lse[:guard] = flat_lse[-guard:] = 7.0
+    out = flat[guard:-guard].view(t.q.shape[0], case.heads, 512)
+    lse = flat_lse[guard:-guard].view(t.q.shape[0], case.heads)
+    inputs = submission.Inputs(t.q, t.codes, t.scales, t.indptr, case.sm_scale)
+    submission.run_decode(inputs, submission.Plan(**{"chunk": 512, **plan}), out, lse)
+    intact = all(bool((f[:guard] == 7).all() and (f[-guard:] == 7).all()) for f in (flat, flat_lse))
+    return max(errors(out, lse, case, t)), intact
+
+
+def decode_table() -> Any:
+    """float32 [256, 32]: what _load_tile makes of each scale byte (row) and each code (columns, twice)."""
+    global submission, tl  # where the interpreter looks names up
+    import submission
+    import torch
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def _decode_kernel(codes, scales, out):
+        row = tl.program_id(0) * 16 + tl.arange(0, 16)[:, None]
+        tile = submission._load_tile(codes + row * 16, scales + row, row < 256, 1, 0, 32, tl.float32)
+        tl.store(out + row * 32 + tl.arange(0, 32)[None, :], tile)
+
+    pairs = torch.arange(16, dtype=torch.uint8)
+    codes = ((pairs << 4) | pairs).repeat(256, 1)
+    out = torch.empty(256, 32)
+    _decode_kernel[(16,)](codes, torch.arange(256, dtype=torch.uint8), out)
+    return out.numpy()
+
+
+def contest_call(batch: int, kv: int) -> tuple[float, dict[str, Any]]:
+    """(worst relative L2 over the MXFP4 cache, last_pick()) of custom_kernel on generated input."""
+    import reference
+    import submission
+
+    data = reference.generate_input(batch, 1, kv, 7)
+    out = submission.custom_kernel(data)
+    again = submission.custom_kernel(data)
+    assert out.data_ptr() != again.data_ptr(), "two calls share one output"
+    truth, _ = reference.attention_truth(data, cache="mxfp4")
+    pick = submission.last_pick()
+    assert pick is not None
+    return float(reference.relative_l2(out, truth).max()), pick
