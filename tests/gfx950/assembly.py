@@ -52,8 +52,10 @@ amdhsa.kernels:
     .name: kern
     .private_segment_fixed_size: {scratch}
     .sgpr_count: 96
+    .sgpr_spill_count: 0
     .symbol: kern.kd
     .vgpr_count: 512
+    .vgpr_spill_count: 0
     .wavefront_size: 64
 amdhsa.target: amdgcn-amd-amdhsa--gfx950
 amdhsa.version: [1, 2]
@@ -100,6 +102,11 @@ def _epilogue(outputs: Sequence[str], waves: int) -> list[str]:
     return lines
 
 
+def build(body: str, inputs: int = 0, outputs: Sequence[str] = ("v4",), waves: int = 1, scratch: int = 0) -> bytes:
+    """The code object that `execute` runs for a body with this many input rows."""
+    return assemble("\n".join([*_prologue(inputs, waves), body, *_epilogue(outputs, waves)]), scratch)
+
+
 def execute(
     body: str,
     inputs: Any = (),
@@ -128,8 +135,7 @@ def execute(
     words = np.zeros(_SCALARS, np.uint32)
     words[: len(scalars)] = [value & 0xFFFFFFFF for value in scalars]
     result = np.full((len(outputs), 64 * waves), 0xBAD0BAD0, np.uint32)
-    lines = [*_prologue(len(rows), waves), body, *_epilogue(outputs, waves)]
-    hsaco = assemble("\n".join(lines), scratch)
+    hsaco = build(body, len(rows), outputs, waves, scratch)
     place = memory if memory is not None else np.zeros(1, np.uint32)
     stats = gfx950.run(hsaco, [rows, result, words, place], shared=lds, num_warps=waves, **options)
     return result, stats
