@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Any
 
 from tinygrad.renderer.amd import detect_format
+from tinygrad.runtime.autogen.amd.cdna.operands import OPERANDS
 
 _MODIFIER_SUFFIXES = ("_E32", "_E64", "_SDWA", "_DPP")
 _EIGHT_BYTE_FORMATS = frozenset(
@@ -16,7 +17,7 @@ _SCALED_MFMA_PREFIX = 0xD3AC
 _LITERAL_VOP2 = ("MADMK", "MADAK", "FMAMK", "FMAAK")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Instruction:
     """One decoded instruction.
 
@@ -30,6 +31,8 @@ class Instruction:
     size: int
     literal: int
     fields: "Fields" = field(repr=False)
+    # Encoding field of each operand -> its bits and the kind of register or constant that it takes.
+    operands: dict[str, tuple[int, str]] = field(repr=False)
 
 
 class Fields:
@@ -70,15 +73,21 @@ def decode(code: bytes) -> Instruction:
         code = code[:8]
     layout = detect_format(code, "cdna")
     kind = layout.__name__.replace("_LIT", "")
-    opcode = layout.from_bytes(code).op.name
-    name = opcode
+    operation = layout.from_bytes(code).op
+    opcode = name = operation.name
     for suffix in _MODIFIER_SUFFIXES:
         name = name.removesuffix(suffix)
     for variant in ("SDWA", "DPP"):
         if variant in kind:
             opcode = f"{name}_{variant}"
     return Instruction(
-        kind, opcode, name, _size_bytes(kind, opcode, raw), (raw >> 32) & 0xFFFFFFFF, Fields(raw, layout)
+        format=kind,
+        opcode=opcode,
+        name=name,
+        size=_size_bytes(kind, opcode, raw),
+        literal=(raw >> 32) & 0xFFFFFFFF,
+        fields=Fields(raw, layout),
+        operands={field: (bits, register.name) for field, (_, bits, register) in OPERANDS.get(operation, {}).items()},
     )
 
 

@@ -165,12 +165,16 @@ def cost_of(executed: Mapping[Instruction, float] | Iterable[Instruction]) -> Wa
     return WaveCost(**{name: round(total[name]) for name in WaveCost.__slots__})
 
 
+def is_transcendental(instruction: Instruction) -> bool:
+    return _TRANSCENDENTAL.fullmatch(instruction.name) is not None
+
+
 def _cost_by_unit(instruction: Instruction) -> dict[str, int]:
     cost = {"instructions": 1}
     if "MFMA" in instruction.name:
         cost["mfma_cycles"] = mfma_cycles(instruction)
     elif instruction.format.split("_")[0] in _VECTOR_FORMATS:
-        slow = _TRANSCENDENTAL.fullmatch(instruction.name) or _QUARTER_RATE_INTEGER.fullmatch(instruction.name)
+        slow = is_transcendental(instruction) or _QUARTER_RATE_INTEGER.fullmatch(instruction.name)
         cost["valu_cycles"] = QUARTER_RATE_CYCLES if slow else VALU_CYCLES
     elif instruction.format == "DS":
         cost["lds_bytes"] = lds_bytes(instruction)
