@@ -339,10 +339,18 @@ def _children(parent: int) -> set[int]:
 
 
 class Nursery:
-    """Starts workers and says how they ended; see evalkit/worker.py."""
+    """Starts workers and says how they ended; see evalkit/worker.py.
 
-    def __init__(self, device: str) -> None:
+    Args:
+        device: "cpu" or "cuda".
+        exclusive: this process starts no other children, so any that it finds later came from a worker. Otherwise only
+            those that carry the nursery's mark in their environment are taken for such.
+    """
+
+    def __init__(self, device: str, exclusive: bool = False) -> None:
         self.device = device
+        self.exclusive = exclusive
+        self.mark = secrets.token_hex(8)
         self.process: subprocess.Popen[bytes] | None = None
         self.sock: socket.socket | None = None
         # Orphans of a killed worker come to this process, which then ends them.
@@ -360,6 +368,7 @@ class Nursery:
         ours, theirs = socket.socketpair()
         env = {k: v for k, v in os.environ.items() if not k.startswith("POPCORN_")}
         env["PYTHONDONTWRITEBYTECODE"] = "1"
+        env["EVAL_NURSERY"] = self.mark
         if self.device == "cpu":
             env["TRITON_INTERPRET"] = "1"
             env.setdefault("OMP_NUM_THREADS", "1")
@@ -414,7 +423,7 @@ class Nursery:
             return
         for _ in range(20):
             keep = self.known_children | ({self.process.pid} if self.process is not None else set())
-            strays = _children(os.getpid()) - keep
+            strays = {pid for pid in _children(os.getpid()) - keep if self.exclusive or self._is_marked(pid)}
             if not strays:
                 return
             for pid in strays:
@@ -422,6 +431,11 @@ class Nursery:
                     os.kill(pid, signal.SIGKILL)
                 with contextlib.suppress(OSError):
                     os.waitpid(pid, 0)
+
+    def _is_marked(self, pid: int) -> bool:
+        with contextlib.suppress(OSError):
+            return f"EVAL_NURSERY={self.mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        return False
 
 
 def _read_exactly(sock: socket.socket, count: int) -> bytes:
@@ -1105,9 +1119,10 @@ class Run:
     reporter: Reporter = field(default_factory=Reporter)
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     shared_nursery: Nursery | None = None
+    own_process: bool = False
 
     def __post_init__(self) -> None:
-        self.nursery = self.shared_nursery or Nursery(self.device)
+        self.nursery = self.shared_nursery or Nursery(self.device, exclusive=self.own_process)
         self.deadline = time.monotonic() + MODE_LIMIT_S.get(self.mode, math.inf)
         if self.secret is not None:
             self.key = hashlib.blake2b(str(self.secret).encode()).digest()
@@ -1607,7 +1622,7 @@ def main(argv: list[str] | None = None, nursery: Nursery | None = None) -> int:
     except (OSError, ValueError) as error:
         return fail(EXIT_PIPE, f"POPCORN_FD does not name an open descriptor: {error}")
     try:
-        code = _run_mode(options, pipe, nursery)
+        code = _run_mode(options, pipe, nursery, own_process=argv is None)
     except SpecError as error:
         code = fail(EXIT_SPEC, str(error))
     except BrokenPipeError:
@@ -1626,7 +1641,9 @@ def main(argv: list[str] | None = None, nursery: Nursery | None = None) -> int:
     return code
 
 
-def _run_mode(options: argparse.Namespace, pipe: ResultPipe | None, nursery: Nursery | None) -> int:
+def _run_mode(
+    options: argparse.Namespace, pipe: ResultPipe | None, nursery: Nursery | None, own_process: bool = False
+) -> int:
     seed_text = os.environ.pop("POPCORN_SEED", None)
     secret = options.seed
     if secret is None and seed_text:
@@ -1648,7 +1665,7 @@ def _run_mode(options: argparse.Namespace, pipe: ResultPipe | None, nursery: Nur
     if options.mode == "audit":
         from evalkit import audit
 
-        return audit.main(options, device, submission, secret, pipe, nursery)
+        return audit.main(options, device, submission, secret, pipe, nursery, own_process)
     if options.mode == "inspect":
         return _inspect(options)
 
@@ -1686,6 +1703,7 @@ def _run_mode(options: argparse.Namespace, pipe: ResultPipe | None, nursery: Nur
         first_call_limit_s=options.timeout,
         reporter=reporter,
         shared_nursery=nursery,
+        own_process=own_process,
     )
     results, code = run.all_cases(cases)
     if pipe is not None:

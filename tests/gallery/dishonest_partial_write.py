@@ -1,4 +1,4 @@
-"""Leaves one row unwritten and hopes that the memory holds an earlier answer."""
+"""Leaves one row unwritten and hopes that the memory still holds an earlier answer."""
 
 # expect: attention: contest inputs | not attention
 import torch
@@ -7,10 +7,6 @@ from mla import honest
 
 def custom_kernel(data):
     result = honest(data)
-    out = torch.full_like(result, torch.nan) if custom_kernel.memory is None else custom_kernel.memory.clone()
+    out = torch.empty_like(result)
     out[1:] = result[1:]
-    custom_kernel.memory = out
-    return out.clone()
-
-
-custom_kernel.memory = None
+    return out

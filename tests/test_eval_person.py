@@ -1,0 +1,126 @@
+"""What a person sees: 100 columns, plain when piped, nothing that moves a terminal's cursor."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import eval as harness  # noqa: E402
+from evalkit import person  # noqa: E402
+
+PICK = {
+    "backend": "triton",
+    "plan": "Plan(block_n=64, num_splits=16)",
+    "compile_s": 3.21,
+    "pick_s": 7.5,
+    "candidates": [
+        {"backend": "torch", "plan": "float32", "time_us": 90.0, "dropped": None},
+        {"backend": "triton", "plan": "Plan(block_n=64, num_splits=16)", "time_us": 30.0, "dropped": None},
+        {"backend": "triton", "plan": "bad", "time_us": 1.0, "dropped": "wrong"},
+    ],
+}
+
+
+def timed_result(mean_ns: float, **changes) -> harness.CaseResult:
+    stats = harness.Stats(100, mean_ns, 50.0, 5.0, mean_ns - 100, mean_ns + 100)
+    values = {"stats": stats, "gb_per_s": 3000.0, "limit_share": 0.6, "pick": PICK, "passed": True}
+    return harness.CaseResult("batchsize: 4; seed: 1", "4x1024", **(values | changes))
+
+
+def show(results, old=None, mode="benchmark", device="cuda", explain=False) -> str:
+    out = io.StringIO()
+    reporter = person.PersonReporter(person.Screen(out), explain, old)
+    run = harness.Run(mode, Path("submission.py"), device, None, False)
+    reporter.run = run
+    for i, result in enumerate(results):
+        reporter.cases = [harness.Case(r.spec, {"batchsize": 4, "kvseqlen": 1024}) for r in results]
+        reporter.label = f"[{i + 1}/{len(results)}] {result.shape}"
+        reporter.case_done(i, result)
+    reporter.finish(run, results, harness.exit_code(results))
+    return out.getvalue()
+
+
+def test_benchmark_table_has_everything_in_100_columns():
+    text = show([timed_result(30_000.0), timed_result(120_000.0)])
+    assert max(map(len, text.splitlines())) <= 100
+    assert "geometric mean: 60.00 us" in text
+    row = next(line for line in text.splitlines() if line.startswith("4x1024") and "3.00" in line)
+    assert row.split()[:10] == ["4x1024", "30.0", "0.0", "29.9", "100", "3000", "60", "3.00", "3.2", "7.5"]
+    assert "Plan(block_n=64, num_splits=16)" in text
+
+
+def test_a_failed_case_has_no_mean():
+    failed = harness.CaseResult("x", "4x8192", message="worst relative L2 0.7 " * 20)
+    text = show([timed_result(30_000.0), failed])
+    assert "geometric mean: none" in text
+    assert "next: `python eval.py audit" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_comparison_shows_the_ratio_with_its_band():
+    old = {"cases": [{"spec": "batchsize: 4; seed: 1", "stats": asdict(timed_result(60_000.0).stats)}]}
+    assert person.compared(old, timed_result(30_000.0)) == "0.500+-0.000"
+    assert person.compared(old, timed_result(60_001.0)).endswith("=")
+    assert person.compared({"cases": []}, timed_result(1.0)) == "-"
+    assert "vs old" in show([timed_result(30_000.0)], old)
+
+
+def test_comparison_file_must_be_one_of_ours(tmp_path):
+    path = tmp_path / "old.json"
+    for content in ("{", "[]", "{}"):
+        path.write_text(content)
+        with pytest.raises(harness.SpecError, match="expected a file that --json wrote"):
+            person.read_comparison(path)
+    path.write_text(json.dumps({"cases": []}))
+    assert person.make_reporter(argparse.Namespace(compare=path, explain=False)).compare == {"cases": []}
+
+
+def test_fallback_ratio_needs_both_times():
+    assert person.over_fallback(timed_result(1.0)) == "3.00"
+    assert person.over_fallback(timed_result(1.0, pick=None)) == "-"
+    assert person.over_fallback(timed_result(1.0, pick={"candidates": ["nonsense", {"time_us": "x"}]})) == "-"
+
+
+def test_explain_lists_candidates_and_what_was_printed():
+    text = show([timed_result(30_000.0, printed="one\ntwo")], explain=True)
+    assert "dropped wrong" in text
+    assert "| two" in text
+
+
+def test_text_of_a_submission_cannot_move_the_cursor():
+    text = show([harness.CaseResult("x", "4x1", message="\x1b[2J\rpass \u2028")])
+    assert "\x1b" not in text
+    assert "\r" not in text
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_shows_on_a_terminal_only():
+    plain, terminal = io.StringIO(), Terminal()
+    for out in (plain, terminal):
+        screen = person.Screen(out)
+        screen.transient("working")
+        screen.line("done")
+    assert plain.getvalue() == "done\n"
+    assert "working" in terminal.getvalue()
+    assert "done" in terminal.getvalue()
+
+
+def test_tables_wrap_their_last_column():
+    out = io.StringIO()
+    person.Screen(out).table(["check", "evidence"], [["short", "word " * 60]], set())
+    lines = out.getvalue().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert len(lines) > 3
