@@ -5,14 +5,26 @@ field 0 means 2^-127 and field 255 means NaN. The source or destination part of 
 """
 
 import re
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from .decoder import Instruction
 from .errors import UnsupportedInstructionError
-from .formats import BF8_VALUES, FP4_VALUES, FP8_VALUES, Array, bf16_values, encode_fp4, encode_fp8
-from .vector_ops import pack_bf16, pack_f16
+from .formats import (
+    BF8_VALUES,
+    E8M0_VALUES,
+    FP4_VALUES,
+    FP8_VALUES,
+    Array,
+    bf16_bits,
+    bf16_values,
+    encode_fp4,
+    encode_fp8,
+    f16_bits,
+)
 from .wave import MASK32, Reader, Step, Wave, float_reader, vector_reader
 
 _EXPAND = re.compile(r"V_CVT_SCALEF32_PK_(F32|F16|BF16)_(FP4|FP8|BF8)")
@@ -21,24 +33,18 @@ _CODE_VALUES = {"FP4": FP4_VALUES, "FP8": FP8_VALUES, "BF8": BF8_VALUES}
 _CODE_BITS = {"FP4": 4, "FP8": 8, "BF8": 8}
 
 
-def e8m0_values(exponent: Any) -> Array:
-    """float64 values of E8M0 bytes: 2^(b - 127), NaN for 255."""
-    exponent = np.asarray(exponent)
-    return np.where(exponent == 255, np.nan, np.exp2(exponent.astype(np.float64) - 127))
+_RESULT_BITS: dict[str, Callable[[Any], Array]] = {
+    "F32": lambda values: values.astype(np.float32).view(np.uint32),
+    "F16": f16_bits,
+    "BF16": bf16_bits,
+}
 
 
-def _scale_reader(code: int) -> Reader:
-    bits = vector_reader(code)
-    return lambda wave: e8m0_values((bits(wave) >> 23) & 0xFF)
-
-
-def _write_pair(wave: Wave, register: int, kind: str, low: Any, high: Any) -> None:
-    """Store two results as packed halves or, for float32, in two registers."""
-    if kind == "F32":
-        wave.write_vgpr(register, np.asarray(low, np.float32).view(np.uint32))
-        wave.write_vgpr(register + 1, np.asarray(high, np.float32).view(np.uint32))
-    else:
-        wave.write_vgpr(register, (pack_bf16 if kind == "BF16" else pack_f16)(low, high))
+@cache
+def _expanded_bits(source: str, kind: str) -> Array:
+    """Bits of every code under every scale byte: uint32 [256 scales * codes], code fastest."""
+    with np.errstate(all="ignore"):
+        return _RESULT_BITS[kind](np.outer(E8M0_VALUES, _CODE_VALUES[source])).ravel()
 
 
 def build_scaled_conversion(inst: Instruction) -> Step:
@@ -52,18 +58,24 @@ def build_scaled_conversion(inst: Instruction) -> Step:
 
 
 def _build_expand(inst: Instruction, kind: str, source: str) -> Step:
-    """Two codes of one source byte (fp4) or half (fp8) to two wider values."""
+    """Two codes of one source byte (fp4) or half (fp8) to two wider values, by a table over scales and codes."""
     fields = inst.fields
-    codes, scale, dst = vector_reader(fields.src0), _scale_reader(fields.src1), fields.vdst
-    values, width = _CODE_VALUES[source], _CODE_BITS[source]
+    codes, scale, dst = vector_reader(fields.src0), vector_reader(fields.src1), fields.vdst
+    width = _CODE_BITS[source]
     shift = (fields.opsel & 3) * 8 if source == "FP4" else (fields.opsel & 1) * 16
     code_mask = (1 << width) - 1
+    table = _expanded_bits(source, kind)
+    packed_result = kind != "F32"
 
     def run(wave: Wave) -> None:
-        packed, factor = codes(wave) >> shift, scale(wave)
-        low = values[packed & code_mask] * factor
-        high = values[(packed >> width) & code_mask] * factor
-        _write_pair(wave, dst, kind, low, high)
+        packed = codes(wave) >> shift
+        row = ((scale(wave) >> 23) & 0xFF) << width
+        low, high = table[row | (packed & code_mask)], table[row | ((packed >> width) & code_mask)]
+        if packed_result:
+            wave.write_vgpr(dst, low | (high << 16))
+        else:
+            wave.write_vgpr(dst, low)
+            wave.write_vgpr(dst + 1, high)
 
     return run
 
@@ -72,7 +84,7 @@ def _build_shrink(inst: Instruction, target: str, kind: str) -> Step:
     """Two wider values, divided by the scale, to two codes in one byte (fp4) or half (fp8) of the destination."""
     fields = inst.fields
     dst = fields.vdst
-    scale = _scale_reader(fields.src2 if kind == "F32" else fields.src1)
+    scale = vector_reader(fields.src2 if kind == "F32" else fields.src1)
     width = _CODE_BITS[target]
     shift = ((fields.opsel >> 2) & 3) * 8 if target == "FP4" else ((fields.opsel >> 3) & 1) * 16
     keep = ~(((1 << 2 * width) - 1) << shift) & MASK32
@@ -95,7 +107,7 @@ def _build_shrink(inst: Instruction, target: str, kind: str) -> Step:
         return encode_fp4(scaled) if target == "FP4" else encode_fp8(scaled, target)
 
     def run(wave: Wave) -> None:
-        factor = scale(wave)
+        factor = E8M0_VALUES[(scale(wave) >> 23) & 0xFF]
         codes = encode(first(wave), factor) | (encode(second(wave), factor) << width)
         wave.write_vgpr(dst, (wave.vgpr[dst] & keep) | (codes << shift))
 
@@ -135,6 +147,8 @@ def build_unpack_fp8(inst: Instruction, source: Reader, select: int) -> Step:
 
     def pair(wave: Wave) -> None:
         half = source(wave) >> (16 * (select & 1))
-        _write_pair(wave, dst, "F32", values[half & 0xFF], values[(half >> 8) & 0xFF])
+        low, high = (values[part & 0xFF].astype(np.float32).view(np.uint32) for part in (half, half >> 8))
+        wave.write_vgpr(dst, low)
+        wave.write_vgpr(dst + 1, high)
 
     return pair

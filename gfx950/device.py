@@ -17,6 +17,7 @@ from triton.runtime.driver import driver
 
 from .compile import TARGET, checked_compile
 from .driver import MAX_LDS_BYTES, RunStats, findings, run
+from .profile import Profile
 
 # Triton keys its caches by device number: one that no real device has keeps emulated kernels apart from others.
 _DEVICE = 950
@@ -34,14 +35,16 @@ class Launch:
     shared_bytes: int
     stats: RunStats
     hsaco: bytes = field(repr=False)
+    profile: Profile | None = field(repr=False)
 
 
 class EmulatedDevice:
     """What ran on the emulated device."""
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], *, profile: bool) -> None:
         self.launches: list[Launch] = []
         self.options = options
+        self.profile = profile
 
     def findings(self) -> list[str]:
         """Races, uninitialised and pending LDS reads of all launches, in words."""
@@ -73,8 +76,14 @@ class _Launcher:
         metadata = self._metadata
         # Triton keeps a launcher with the compiled kernel: the device may be another one than when it was made.
         device: EmulatedDevice = driver.active.device
-        stats = run(hsaco, args, (x, y, z), shared=metadata.shared, num_warps=metadata.num_warps, **device.options)
-        device.launches.append(Launch(metadata.name, (x, y, z), metadata.num_warps, metadata.shared, stats, hsaco))
+        options = dict(device.options)
+        profile = Profile(hsaco) if device.profile else None
+        if profile is not None:
+            options["trace"] = profile
+        stats = run(hsaco, args, (x, y, z), shared=metadata.shared, num_warps=metadata.num_warps, **options)
+        device.launches.append(
+            Launch(metadata.name, (x, y, z), metadata.num_warps, metadata.shared, stats, hsaco, profile)
+        )
 
 
 def _as_kind(kind: str, value: Any) -> Any:
@@ -121,16 +130,17 @@ class _Driver(DriverBase):  # type: ignore[misc]
 
 
 @contextmanager
-def emulated_device(**options: Any) -> Iterator[EmulatedDevice]:
+def emulated_device(*, profile: bool = False, **options: Any) -> Iterator[EmulatedDevice]:
     """Make Triton launch on an emulated gfx950.
 
     Args:
+        profile: keep a Profile of each launch, for pricing what was executed.
         options: arguments of `run` for every launch, for instance check=False.
 
     Yields:
         The device, with a record of each launch.
     """
-    device = EmulatedDevice(options)
+    device = EmulatedDevice(options, profile=profile)
     previous = driver._active
     # A kernel picks up the compile function when it is first launched on a device.
     with mock.patch.object(triton.compiler, "compile", checked_compile):

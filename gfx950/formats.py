@@ -37,13 +37,16 @@ FP6_VALUES = _small_float_values(2, 3, 1)
 BF6_VALUES = _small_float_values(3, 2, 3)
 FP8_VALUES = _e4m3fn_values()
 BF8_VALUES = _e5m2_values()
+# Scale bytes: 2^(b - 127), NaN for 255.
+E8M0_VALUES = np.append(np.exp2(np.arange(255) - 127.0), np.nan)
 
 
 def bf16_bits(values: Any) -> Array:
     """Round float32 to bfloat16, ties to even; the bits in the low half of a uint32."""
     single = np.asarray(values, np.float32)
-    bits = single.view(np.uint32).astype(np.uint64)
-    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint32) & 0xFFFF
+    bits = single.view(np.uint32)
+    # Only a NaN can overflow here, and it is replaced.
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(single), np.uint32(0x7FFF), rounded)
 
 

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .conversions import e8m0_values
 from .decoder import Instruction
 from .errors import UnsupportedInstructionError
-from .formats import BF6_VALUES, BF8_VALUES, FP4_VALUES, FP6_VALUES, FP8_VALUES, Array
+from .formats import BF6_VALUES, BF8_VALUES, E8M0_VALUES, FP4_VALUES, FP6_VALUES, FP8_VALUES, Array
 from .wave import LANES, Reader, Step, Wave, vector_reader
 
 if TYPE_CHECKING:
@@ -129,7 +128,7 @@ def _scale_reader(shape: MatrixShape, code: int, byte: int) -> Callable[[Wave], 
 
     def scales(wave: Wave) -> Array:
         exponents = np.broadcast_to((np.asarray(read(wave)) >> (8 * byte)) & 0xFF, (64,))
-        return e8m0_values(exponents).reshape(shape.groups, shape.m).T[:, :, None]
+        return E8M0_VALUES[exponents].reshape(shape.groups, shape.m).T[:, :, None]
 
     return scales
 

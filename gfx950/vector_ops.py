@@ -62,17 +62,28 @@ def _extract_signed(value: Any, offset: Any, length: Any) -> Any:
 
 def _permute_bytes(high: Any, low: Any, selector: Any) -> Any:
     """v_perm_b32: each selector byte picks a byte of {high, low}, a replicated sign bit (8..11), 0x00 or 0xff."""
-    high, low, selector = np.broadcast_arrays(np.asarray(high), np.asarray(low), np.asarray(selector))
-    pair = (high.astype(U64) << 32) | low.astype(U64)
-    result = np.zeros(selector.shape, U32)
+    if np.ndim(selector) == 0:
+        return _permute_bytes_alike(high, low, int(selector))
+    result = np.zeros(np.broadcast_shapes(np.shape(high), np.shape(low), np.shape(selector)), U32)
+    for choices in np.unique(selector):
+        alike = selector == choices
+        np.copyto(result, _permute_bytes_alike(high, low, int(choices)), where=alike)
+    return result
+
+
+def _permute_bytes_alike(high: Any, low: Any, selector: int) -> Any:
+    """The same for a selector that all lanes share."""
+    result: Any = U32(0)
     for position in range(4):
         choice = (selector >> (8 * position)) & 0xFF
-        picked = ((pair >> (np.minimum(choice, 7).astype(U64) * 8)) & 0xFF).astype(U32)
-        sign_at = (np.clip(choice, 8, 11) - 8) * 16 + 15
-        sign = ((pair >> sign_at.astype(U64)) & 1).astype(U32) * U32(0xFF)
-        picked = np.where(choice >= 8, sign, picked)
-        picked = np.where(choice == 12, U32(0), np.where(choice >= 13, U32(0xFF), picked))
-        result |= picked << (8 * position)
+        if choice < 8:
+            picked = ((high if choice >= 4 else low) >> (8 * (choice & 3))) & 0xFF
+        elif choice < 12:
+            # Bit 15 or 31 of the low or the high word.
+            picked = (((high if choice >= 10 else low) >> (16 * (choice & 1) + 15)) & 1) * U32(0xFF)
+        else:
+            picked = U32(0 if choice == 12 else 0xFF)
+        result = result | (picked << (8 * position))
     return result
 
 
@@ -117,11 +128,11 @@ def _pack_halves(low: Any, high: Any) -> Any:
     return low | (high << 16)
 
 
-def pack_bf16(a: Any, b: Any) -> Any:
+def _pack_bf16(a: Any, b: Any) -> Any:
     return _pack_halves(bf16_bits(a), bf16_bits(b))
 
 
-def pack_f16(a: Any, b: Any) -> Any:
+def _pack_f16(a: Any, b: Any) -> Any:
     return _pack_halves(f16_bits(a), f16_bits(b))
 
 
@@ -131,7 +142,7 @@ def _f16_toward_zero(x: Any) -> Any:
 
 
 def _pack_f16_toward_zero(a: Any, b: Any) -> Any:
-    return pack_f16(_f16_toward_zero(a), _f16_toward_zero(b))
+    return _pack_f16(_f16_toward_zero(a), _f16_toward_zero(b))
 
 
 def _leading_zeros(x: Any) -> Any:
@@ -255,7 +266,7 @@ VECTOR_OPS: dict[str, VectorOp] = {
     "V_CVT_F32_UBYTE1": VectorOp("u", _unsigned_byte(1), "f"),
     "V_CVT_F32_UBYTE2": VectorOp("u", _unsigned_byte(2), "f"),
     "V_CVT_F32_UBYTE3": VectorOp("u", _unsigned_byte(3), "f"),
-    "V_CVT_PK_BF16_F32": VectorOp("ff", pack_bf16, "u"),
+    "V_CVT_PK_BF16_F32": VectorOp("ff", _pack_bf16, "u"),
     "V_CVT_PKRTZ_F16_F32": VectorOp("ff", _pack_f16_toward_zero, "u"),
     "V_PACK_B32_F16": VectorOp("uu", lambda a, b: _low16(a) | (b << 16), "u"),
 }

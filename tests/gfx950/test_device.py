@@ -7,6 +7,7 @@ from triton.runtime.driver import driver
 
 import gfx950
 from gfx950.device import emulated_device
+from gfx950.pricing import price_loop, resources
 
 
 def test_launch_runs_the_kernel_and_records_it() -> None:
@@ -63,6 +64,19 @@ def test_the_previous_driver_comes_back() -> None:
 def test_tensors_elsewhere_are_refused() -> None:
     with emulated_device(), pytest.raises(ValueError, match="must be on the CPU"):
         kernels.masked_axpy[(1,)](torch.zeros(8, device="meta"), torch.zeros(8), torch.zeros(8), 8, 1.0, BLOCK=64)
+
+
+def test_profiled_launch_can_be_priced() -> None:
+    a, b = torch.randn(64, 256).bfloat16(), torch.randn(256, 64).bfloat16()
+    out = torch.empty(64, 64)
+    with emulated_device(profile=True) as device:
+        kernels.matmul[(1,)](a, b, out, 64, 64, 256, BLOCK_K=64)
+    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-4)
+    (launch,) = device.launches
+    price = price_loop(launch, num_warps=launch.num_warps, tokens_per_tile=64, profile=launch.profile)
+    # 64 x 64 x 64 per trip in 32 matrix instructions of 16 cycles, on 4 SIMDs.
+    assert price.mfma_cycles_per_token == 32 * 16 / 4 / 64
+    assert resources(launch).lds_bytes == launch.shared_bytes
 
 
 def test_options_reach_the_emulator() -> None:
