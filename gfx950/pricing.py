@@ -80,8 +80,12 @@ SOURCES = {
     "LAUNCH_US": "assumption: a launch as the caller sees it, without the kernel's own work",
     "FURTHER_LAUNCH_US": "assumption: each further launch queued behind the first",
     "F8F6F4_CYCLES_SMALL": "MI355X data sheet: dense fp4 and fp6 peak, 4096 operations per clock and SIMD",
-    "F8F6F4_CYCLES_EIGHT_BIT": "MI355X data sheet: dense fp8 peak, 2048; assumed where one operand is fp8",
-    "MFMA_CYCLES": "MI355X data sheet: dense bf16 peak, 1024 operations per clock and SIMD; older shapes as CDNA3",
+    "F8F6F4_CYCLES_EIGHT_BIT": "MI355X data sheet: dense fp8 peak, 2048; LLVM has the same where one operand is fp8",
+    "TOKEN_BYTES": "288 bytes of packed codes and 18 scale bytes",
+    "QUERY_BYTES": "bfloat16, 16 heads of 576",
+    "OUTPUT_BYTES": "bfloat16, 16 heads of 512",
+    "PARTIAL_BYTES": "float32, 16 heads of 512 and a log-sum-exp; to memory and back, as if no cache held them",
+    "MFMA_CYCLES": "LLVM's wait states behind each (passes of 4 cycles); for bf16 the data sheet's dense peak as well",
 }
 
 _TRANSCENDENTAL = re.compile(r"V_(EXP|LOG|RCP|RCP_IFLAG|RSQ|SQRT|SIN|COS)_F(16|32|64)")
@@ -413,6 +417,72 @@ def predict_us(work: Work, *, merge: Work | None = None, further_launches: int =
         waves_per_simd=waves,
         bound="hbm" if attained >= busy else "issue" if issue >= lds else "lds",
     )
+
+
+# Bytes of MLA decode: packed codes and scales of a token; queries and output of a sequence with 16 heads.
+TOKEN_BYTES = 288 + 18
+QUERY_BYTES = 16 * 576 * 2
+OUTPUT_BYTES = 16 * 512 * 2
+# One partial result: 16 heads of 512 float32 and their log-sum-exp.
+PARTIAL_BYTES = 16 * (512 + 1) * 4
+
+
+def decode_work(
+    *, batch: int, kv_len: int, num_splits: int, loop: LoopPrice, outside: WaveCost, partials_per_split: int = 1
+) -> Work:
+    """The attention kernel of a call: one workgroup per sequence and split, each byte of the cache read once.
+
+    Args:
+        batch: sequences.
+        kv_len: tokens of each.
+        num_splits: workgroups per sequence.
+        loop: price of its loop.
+        outside: what a wave issues besides.
+        partials_per_split: partial results that a workgroup writes when sequences are split.
+    """
+    tokens = -(-kv_len // num_splits)
+    hbm = batch * (kv_len * TOKEN_BYTES + QUERY_BYTES)
+    hbm += batch * (num_splits * partials_per_split * PARTIAL_BYTES if num_splits > 1 else OUTPUT_BYTES)
+    return Work(
+        groups=batch * num_splits,
+        num_warps=loop.num_warps,
+        outside=outside,
+        hbm_bytes=hbm,
+        loop=loop,
+        tiles_per_group=-(-tokens // loop.tokens_per_tile),
+    )
+
+
+def merge_work(
+    *, batch: int, num_splits: int, groups: int, num_warps: int, outside: WaveCost, partials_per_split: int = 1
+) -> Work:
+    """A second kernel that reduces the partial results of `decode_work`."""
+    partials = batch * num_splits * partials_per_split * PARTIAL_BYTES
+    return Work(groups=groups, num_warps=num_warps, outside=outside, hbm_bytes=partials + batch * OUTPUT_BYTES)
+
+
+def plan_entry(
+    *, batch: int, kv_len: int, loop: LoopPrice, kernel: Resources, prediction: Prediction
+) -> dict[str, Any]:
+    """One plan as the inspection report lists it, JSON-ready."""
+    return {
+        "batch": batch,
+        "kv": kv_len,
+        "valu_cycles_per_token": loop.valu_cycles_per_token,
+        "mfma_cycles_per_token": loop.mfma_cycles_per_token,
+        "lds_cycles_per_token": loop.lds_cycles_per_token,
+        "loop_scratch_ops": loop.loop_scratch_ops,
+        "vgpr_spills": kernel.vgpr_spills,
+        "sgpr_spills": kernel.sgpr_spills,
+        "scratch_bytes": kernel.scratch_bytes,
+        "waves_per_cu": kernel.waves_per_cu,
+        "lds_bytes": kernel.lds_bytes,
+        "hbm_bytes_per_token": TOKEN_BYTES,
+        "predicted_us": prediction.predicted_us,
+        "loop": loop.as_dict(),
+        "resources": kernel.as_dict(),
+        "prediction": prediction.as_dict(),
+    }
 
 
 def geometric_mean(values: Iterable[float]) -> float:

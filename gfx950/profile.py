@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from .code_object import CodeObject
@@ -138,7 +139,7 @@ class Profile:
         for sites in self._waves:
             starts = [i for i, site in enumerate(sites) if loop is not None and site == loop.start]
             outside.update(sites[: starts[0]] if starts else sites)
-            for first, following in zip(starts, [*starts[1:], len(sites)], strict=True):
+            for first, following in pairwise([*starts, len(sites)]):
                 # A trip ends with its last instruction inside the loop: it may leave for a block that lies elsewhere
                 # and come back, and the last one leaves for good.
                 trip = sites[first:following]

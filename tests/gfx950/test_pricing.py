@@ -10,7 +10,19 @@ from test_kernels import CASES, compiled_case, run_case
 
 from gfx950 import pricing
 from gfx950.decoder import Instruction
-from gfx950.pricing import LoopPrice, WaveCost, Work, cost_of, predict_us, price_loop, price_outside, resources
+from gfx950.pricing import (
+    LoopPrice,
+    WaveCost,
+    Work,
+    cost_of,
+    decode_work,
+    merge_work,
+    plan_entry,
+    predict_us,
+    price_loop,
+    price_outside,
+    resources,
+)
 from gfx950.profile import Listing, Profile
 
 
@@ -144,6 +156,15 @@ def test_code_without_a_matrix_loop_has_no_loop_price() -> None:
         price_loop(compiled_case("softmax"), num_warps=4, tokens_per_tile=1)
 
 
+def test_all_is_outside_where_there_is_no_loop() -> None:
+    profile = Profile(compiled_case("softmax"))
+    _, stats = run_case("softmax", trace=profile)
+    assert profile.waves == 3 * 4 and profile.typical_trip is None
+    assert sum(profile.outside.values()) == stats["instructions"]
+    with pytest.raises(ValueError, match="no loop with matrix instructions"):
+        price_loop(compiled_case("softmax"), num_warps=4, tokens_per_tile=1, profile=profile)
+
+
 def test_outside_is_what_the_loop_leaves_over() -> None:
     profile = profiled_loop()
     outside = price_outside(profile)
@@ -263,6 +284,33 @@ def test_a_merge_kernel_adds_its_time_and_its_launch() -> None:
     assert prediction.launch_us == pricing.LAUNCH_US + pricing.FURTHER_LAUNCH_US
     assert prediction.predicted_us == pytest.approx(1.0 + 2.0 + prediction.launch_us)
     assert json.loads(json.dumps(prediction.as_dict()))["merge_us"] == pytest.approx(2.0)
+
+
+def test_work_of_a_decode_call() -> None:
+    loop = loop_price(wave(valu_cycles=100))
+    whole = decode_work(batch=256, kv_len=8192, num_splits=1, loop=loop, outside=wave())
+    assert (whole.groups, whole.tiles_per_group) == (256, 128)
+    assert whole.hbm_bytes == 256 * (8192 * 306 + 16 * 576 * 2 + 16 * 512 * 2)
+    split = decode_work(batch=4, kv_len=1000, num_splits=8, loop=loop, outside=wave(), partials_per_split=2)
+    assert (split.groups, split.tiles_per_group) == (32, 2)
+    assert split.hbm_bytes == 4 * (1000 * 306 + 16 * 576 * 2 + 8 * 2 * 16 * 513 * 4)
+    merge = merge_work(batch=4, num_splits=8, groups=64, num_warps=1, outside=wave(valu_cycles=240))
+    assert merge.hbm_bytes == 4 * (8 * 16 * 513 * 4 + 16 * 512 * 2)
+    assert predict_us(merge).issue_us == pytest.approx(0.1)
+
+
+def test_plan_entry_holds_what_the_report_lists() -> None:
+    loop = loop_price(wave(valu_cycles=100))
+    prediction = predict_us(decode_work(batch=64, kv_len=1024, num_splits=4, loop=loop, outside=wave()))
+    kernel = resources(compiled_case("matmul"))
+    entry = json.loads(json.dumps(plan_entry(batch=64, kv_len=1024, loop=loop, kernel=kernel, prediction=prediction)))
+    listed = {
+        "batch", "kv", "valu_cycles_per_token", "mfma_cycles_per_token", "lds_cycles_per_token", "loop_scratch_ops",
+        "vgpr_spills", "sgpr_spills", "scratch_bytes", "waves_per_cu", "lds_bytes", "hbm_bytes_per_token",
+        "predicted_us",
+    }  # fmt: skip
+    assert listed <= set(entry)
+    assert (entry["batch"], entry["kv"], entry["hbm_bytes_per_token"]) == (64, 1024, 306)
 
 
 def test_geometric_mean() -> None:
