@@ -239,6 +239,7 @@ def test_poison_fills_the_memory_that_the_output_will_get():
         kept = torch.ones(4, 16, 512, dtype=torch.bfloat16)
         del kept
         side._poison(0)
-        found += bool(torch.empty(4, 16, 512, dtype=torch.bfloat16).isnan().all())
+        # A free list may hold a few bytes of it.
+        found += float(torch.empty(4, 16, 512, dtype=torch.bfloat16).isnan().float().mean()) > 0.9
     # The allocator owes nobody this memory, but it gives it nearly always.
     assert found >= 8
