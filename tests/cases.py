@@ -80,7 +80,7 @@ def answer(case: Case, t: Tensors) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def errors(out: torch.Tensor, lse: torch.Tensor | None, case: Case, t: Tensors) -> tuple[float, float]:
-    """(worst relative L2 per (query token, head), worst lse difference over max(1, |lse|)); inf where emptiness disagrees."""
+    """Worst relative L2 per (query token, head), worst lse gap over max(1, |lse|); inf where emptiness differs."""
     want, want_lse = answer(case, t)
     gap = (out.double() - want).norm(dim=-1)
     size = want.norm(dim=-1)

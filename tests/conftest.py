@@ -30,5 +30,5 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No override of the caller's shell reaches a test."""
-    for name in [name for name in os.environ if name.startswith("MLA_") or name.startswith("POPCORN_")]:
+    for name in [name for name in os.environ if name.startswith(("MLA_", "POPCORN_"))]:
         monkeypatch.delenv(name)

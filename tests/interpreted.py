@@ -31,8 +31,9 @@ def decode(case: Case, plan: dict[str, Any]) -> tuple[float, float]:
 
 def decode_into_canaries(case: Case, plan: dict[str, Any]) -> tuple[float, bool]:
     """(worst relative L2, canaries intact) with NaN-poisoned outputs in the middle of larger buffers."""
-    import submission
     import torch
+
+    import submission
 
     t = build(case)
     rows = t.q.shape[0] * case.heads
@@ -52,10 +53,11 @@ def decode_into_canaries(case: Case, plan: dict[str, Any]) -> tuple[float, bool]
 def decode_table() -> Any:
     """float32 [256, 32]: what _load_tile makes of each scale byte (row) and each code (columns, twice)."""
     global submission, tl  # where the interpreter looks names up
-    import submission
     import torch
     import triton
     import triton.language as tl
+
+    import submission
 
     @triton.jit
     def _decode_kernel(codes, scales, out):

@@ -7,13 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import submission
 import torch
 import triton
 import yaml
 from conftest import ROOT
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+
+import submission
 
 TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),

@@ -66,9 +66,9 @@ def test_runs_alone_beside_the_servers_files(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "submission.py"], cwd=tmp_path, timeout=120, check=True)
     code = (
         "import torch, submission as s\n"
-        "from math import log\n"
         "q = torch.randn(2, 16, 576).bfloat16(); ip = torch.tensor([0, 5, 9], dtype=torch.int32)\n"
-        "kv = {'mxfp4': (torch.randint(0, 255, (9, 1, 288), dtype=torch.uint8), torch.full((9, 18), 127, dtype=torch.uint8))}\n"
+        "codes = torch.randint(0, 255, (9, 1, 288), dtype=torch.uint8)\n"
+        "kv = {'mxfp4': (codes, torch.full((9, 18), 127, dtype=torch.uint8))}\n"
         "out = s.custom_kernel((q, kv, torch.arange(3, dtype=torch.int32), ip, {'sm_scale': 1 / 24}))\n"
         "assert out.shape == (2, 16, 512) and out.isfinite().all()\n"
         "assert [c['backend'] for c in s.last_pick()['candidates']] == ['torch']\n"

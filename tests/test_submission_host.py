@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import reference
-import submission
 import torch
 from cases import Case, build
+
+import reference
+import submission
 
 CPU = torch.device("cpu")
 
@@ -99,12 +100,12 @@ def _inputs(**change: Any) -> submission.Inputs:
         ({"kv_indptr": torch.tensor([0.0, 5, 14])}, "kv_indptr: expected"),
         ({"kv_indptr": torch.tensor([0])}, "kv_indptr: expected"),
         ({"sm_scale": math.nan}, "sm_scale: expected"),
-        ({"kv_indptr": torch.zeros(3, dtype=torch.int32, device="meta")}, "kv_indptr: expected on q's device"),
+        ({"kv_indptr": torch.zeros(3, dtype=torch.int32, device="meta")}, "kv_indptr: expected a tensor on q's device"),
     ],
 )
 def test_inputs_name_what_is_wrong(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        _inputs(**change)
+        _inputs(**change).check({})
 
 
 def test_custom_kernel_refuses_config_that_contradicts_the_tensors() -> None:
@@ -241,8 +242,8 @@ def test_pick_ranks_by_time_and_keeps_the_fallback_on_a_tie(monkeypatch: pytest.
     monkeypatch.setattr(submission, "_time_cold_us", lambda c, inputs, deadline: times[c.backend.name])
     described = submission._describe
 
-    def on_a_gpu(inputs: submission.Inputs) -> submission.Problem:
-        return replace(described(inputs), device=torch.device("cuda"))
+    def on_a_gpu(inputs: submission.Inputs, config: dict[str, Any]) -> submission.Problem:
+        return replace(described(inputs, config), device=torch.device("cuda"))
 
     monkeypatch.setattr(submission, "_describe", on_a_gpu)
     monkeypatch.setattr(submission.TritonBackend, "supports", lambda self, problem: "left out")
