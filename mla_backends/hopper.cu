@@ -1,74 +1,129 @@
 // MLA decode over an MXFP4 cache for Hopper (sm_90): one query token, 16 heads, 576 dims of K, 512 of V.
 //
-//   packed cache --bulk copy--> ring in shared memory --ld 16 bytes (one scale block) a lane-->
-//   nibbles -> bf16 registers K^T [dims x 8 tokens]  --mma--> partial scores (this warp's 128 dims)
+//   packed cache --bulk copy--> ring in shared memory --one scale block (or half of it) a lane-->
+//   nibbles -> bf16 registers K^T [dims x 8 tokens]  --mma--> partial scores (this warp's dims)
 //        |                                                     | summed over the warps in shared memory
 //        +--movmatrix--> V [16 tokens x dims] --mma--> acc     +--> weights P --ldmatrix--> A operand of the second mma
 //
-// Warp w owns latent dims 128 w .. 128 w + 127 of every token, for K and for V: nothing is dequantised twice.
-// Heads are the rows (M = 16) of both products. Inside a warp lane = 4 n + c: token slot n, scale block 4 w + c.
-// Compiled at run time; the host defines CTAS_PER_SM and STAGES.
+// Warp w owns latent dims DIMS w .. DIMS w + DIMS - 1 of every token, for K and for V: nothing is dequantised twice.
+// Heads are the rows (M = 16) of both products. In a warp lane = 4 n + c: token slot n of a group of 8, and the c-th
+// quarter of the warp's dims. Compiled at run time; the host defines WARPS, CTAS_PER_SM, STAGES, SCALE_PITCH (bytes from one token's scales to
+// the next) and SHARED_BYTES.
 
 typedef unsigned char u8;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#ifndef CTAS_PER_SM
-#define CTAS_PER_SM 3
-#endif
-#ifndef STAGES
-#define STAGES 2
-#endif
-
 constexpr int HEADS = 16;
 constexpr int LATENT = 512;
 constexpr int QK_DIM = 576;
 constexpr int TOKEN_BYTES = 288;
-constexpr int ROPE_BYTE = 256;   // offset of the RoPE codes in a token's 288 bytes
-constexpr int ROPE_BLOCK = 16;   // first scale block of RoPE
-constexpr int WARPS = 4;
+constexpr int ROPE_BYTE = 256;            // offset of the RoPE codes in a token's 288 bytes
+constexpr int ROPE_BLOCK = 16;            // first scale block of RoPE
 constexpr int THREADS = 32 * WARPS;
-constexpr int STEP = 16;         // tokens of one pass through both products
-constexpr int STAGE_TOKENS = 64; // tokens of one bulk copy
+constexpr int GROUPS = WARPS / 2;         // groups of 8 tokens per step; two warps share the RoPE dims of one group
+constexpr int STEP = 8 * GROUPS;          // tokens of one pass through both products, and of one stage of the ring
+constexpr int DIMS = LATENT / WARPS;      // latent dims of a warp
+constexpr int WORDS = DIMS / 32;          // 8-code words of a lane, per token
+constexpr int TILES = DIMS / 8;           // n-tiles of the second product: accumulators are 16 heads x 8 dims
+constexpr int QUADS = 4 * WORDS;          // float4 of accumulators per thread
+constexpr int STAGE_BYTES = STEP * (TOKEN_BYTES + SCALE_PITCH) + 16; // packed codes, then scales cut at 16 bytes
 constexpr float NO_MAX = -3.402823466e38f;
 // Weights may grow to 2^12 above the running maximum before it moves: bf16 and float32 have the range, so
 // precision is untouched, and in practice the maximum is settled after the first step.
 constexpr float WEIGHT_LIMIT = 4096.0f;
 
-struct __align__(128) Shared {
+static_assert(WARPS == 4 || WARPS == 8, "a lane holds a scale block or half of one");
+static_assert(STEP % 16 == 0, "one k-step of the second product is 16 tokens; keeps copies of scales 16-byte aligned");
+
+struct Shared {
   union {
-    u8 packed[STAGES][STAGE_TOKENS * TOKEN_BYTES];
-    float4 acc[16][THREADS]; // this CTA's accumulators while its cluster merges
+    u8 ring[STAGES][STAGE_BYTES];
+    float4 acc[QUADS][THREADS]; // this CTA's accumulators, for the merge
   };
-  float2 partial[WARPS][4][32]; // [source warp][fragment 2 group + row half][lane]
-  u32 weights[4][32];           // P as the four registers of an A operand
-  uint4 q_rope[2][THREADS];     // [row half][thread]: Q operands of this thread's RoPE word
-  float tile_max[2][HEADS];
-  float tile_sum[2][HEADS];
+  float2 partial[WARPS][2 * GROUPS][32]; // [source warp][fragment 2 group + row half][lane]
+  float2 rope_partial[WARPS][2][32];     // [source warp][row half][lane]: RoPE scores of group source / 2
+  u32 weights[2 * GROUPS][32];           // P, fragments in the same order: registers of A operands
+  uint4 q_rope[2][THREADS];              // [k-step][thread]: A operands of this thread's RoPE word
+  float tile_max[GROUPS][HEADS];
+  float tile_sum[GROUPS][HEADS];
   float running_max[HEADS];
   float sum[HEADS];
-  float part_scale[HEADS];
-  u32 last;
   u64 full[STAGES];
+  u32 over; // set by a thread whose weights exceed WEIGHT_LIMIT
+  u32 last;
 };
+// Offsets for the helpers that take addresses.
+constexpr int PARTIAL = __builtin_offsetof(Shared, partial);
+constexpr int PARTIAL_FRAGMENT = sizeof(float2) * 32;
+constexpr int PARTIAL_WARP = PARTIAL_FRAGMENT * 2 * GROUPS;
+constexpr int ROPE_PARTIAL = __builtin_offsetof(Shared, rope_partial);
+constexpr int WEIGHTS = __builtin_offsetof(Shared, weights);
+constexpr int Q_ROPE = __builtin_offsetof(Shared, q_rope);
+constexpr int FULL = __builtin_offsetof(Shared, full);
+constexpr int OVER = __builtin_offsetof(Shared, over);
+static_assert(sizeof(Shared) == SHARED_BYTES, "the host launches with another size");
 
 struct Args {
   const u8* q;           // bf16 [batch, 16, 576]
-  const u8* kv;          // [tokens, 288]
-  const u8* scale;       // [tokens, 18], any strides
+  const u8* kv;          // [tokens, 288], 16-byte aligned
+  const u8* scale;       // [tokens, 18], rows SCALE_PITCH bytes apart
   const int* kv_indptr;  // [batch + 1]
   u8* out;               // bf16 [batch, 16, 512]
-  float4* parts;         // [2 clusters, 16, 128]: unnormalised sums of clusters that share a sequence
-  float* part_stats;     // [2 clusters, 2, 16]: maximum (log2), sum of weights
-  u32* arrivals;         // [batch, 16], zero between launches
-  int scale_row_stride; // the whole scale tensor spans less than 2 GiB
-  int scale_col_stride;
+  float4* parts;         // [2 clusters, QUADS, THREADS]: unnormalised sums of clusters that share a sequence
+  float* part_stats;     // [2 clusters, 16 ranks, 2, 16]: maximum (log2), sum of weights
+  u32* arrivals;         // [batch, 16 ranks], zero between launches
   float log2_scale; // sm_scale * log2(e)
   int batch;
 };
 
 __device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Shared memory by 32-bit address: the compiler then neither rebuilds generic addresses nor reloads the window's base.
+template <int OFFSET> __device__ __forceinline__ u32 lds32(u32 at) {
+  u32 r;
+  asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(r) : "r"(at), "n"(OFFSET) : "memory");
+  return r;
+}
+
+template <int OFFSET> __device__ __forceinline__ int lds8(u32 at) {
+  int r;
+  asm volatile("ld.shared.u8 %0, [%1+%2];" : "=r"(r) : "r"(at), "n"(OFFSET) : "memory");
+  return r;
+}
+
+template <int OFFSET> __device__ __forceinline__ void lds64(u32 at, u32* r) {
+  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2+%3];" : "=r"(r[0]), "=r"(r[1]) : "r"(at), "n"(OFFSET) : "memory");
+}
+
+template <int OFFSET> __device__ __forceinline__ float2 lds_float2(u32 at) {
+  float2 r;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2+%3];" : "=f"(r.x), "=f"(r.y) : "r"(at), "n"(OFFSET) : "memory");
+  return r;
+}
+
+template <int OFFSET> __device__ __forceinline__ void lds128(u32 at, u32* r) {
+  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4+%5];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at), "n"(OFFSET)
+               : "memory");
+}
+
+template <int OFFSET> __device__ __forceinline__ void sts32(u32 at, u32 x) {
+  asm volatile("st.shared.u32 [%0+%1], %2;" ::"r"(at), "n"(OFFSET), "r"(x) : "memory");
+}
+
+template <int OFFSET> __device__ __forceinline__ void sts_float2(u32 at, float x, float y) {
+  asm volatile("st.shared.v2.f32 [%0+%1], {%2,%3};" ::"r"(at), "n"(OFFSET), "f"(x), "f"(y) : "memory");
+}
+
+template <int OFFSET> __device__ __forceinline__ void ldmatrix4(u32 at, u32 (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4+%5];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at), "n"(OFFSET)
+               : "memory");
+}
 
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
@@ -88,10 +143,10 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
   return r;
 }
 
-__device__ __forceinline__ void mma(float (&d)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
 __device__ __forceinline__ u32 transpose8x8(u32 a) {
@@ -120,24 +175,33 @@ __device__ __forceinline__ u32 wide_factor(int b) {
   return f * 0x00010001u;
 }
 
-__device__ __forceinline__ void mbarrier_init(u64* bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_u32(bar)), "r"(count) : "memory");
+__device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
 }
 
-__device__ __forceinline__ void mbarrier_wait(u64* bar, u32 parity) {
+__device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
       "again:\n"
       "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(smem_u32(bar)), "r"(parity) : "memory");
+      "@!done bra again;\n}" ::"r"(bar), "r"(parity) : "memory");
 }
 
-__device__ __forceinline__ void bulk_load(void* dst, const u8* src, u32 bytes, u64* bar) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_u32(bar)), "r"(bytes) : "memory");
+__device__ __forceinline__ void mbarrier_expect(u32 bar, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void bulk_load(u32 dst, const u8* src, u32 bytes, u32 bar) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(smem_u32(dst)),
-      "l"(src), "r"(bytes), "r"(smem_u32(bar))
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(bar)
       : "memory");
+}
+
+__device__ __forceinline__ bool elect_one() {
+  u32 chosen;
+  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
+  return chosen;
 }
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -155,6 +219,13 @@ __device__ __forceinline__ u32 cluster_size() {
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+
+// Orders nothing but the CTAs themselves: no memory fence.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
 __device__ __forceinline__ u32 peer_address(const void* p, u32 rank) {
   u32 a;
@@ -181,96 +252,129 @@ __device__ __forceinline__ float4 peer_float4(u32 address) {
 // whose 288-byte rows are 16 banks apart, so 16-byte loads do not conflict.
 __device__ __forceinline__ int slot_token(int n) { return (n & 4) | ((n & 1) << 1) | ((n >> 1) & 1); }
 
-struct ScaleBytes {
-  int group[2];
-  int rope;
-};
-
 // State of one thread for one segment: everything that lives in registers across steps.
 struct Thread {
   int lane, warp, n, c;
-  u32 q_lo[16], q_hi[16]; // Q of heads n and n + 8, scale block 4 warp + c, as pairs (i, i + 4) of each word
-  float acc[16][4];
+  u32 shared; // address of Shared
+  u32 q[2 * WORDS][4]; // A operands of the first product: heads n and n + 8, this lane's dims
+  float acc[TILES][4];
   float max; // running maximum (log2) of head n + 8 (warp & 1)
   float sum; // weights seen so far of that head, this thread's tokens
 };
 
-__device__ __forceinline__ void load_q(Shared& sh, Thread& t, const u8* q) {
-#pragma unroll
-  for (int half = 0; half < 2; half++) {
-    const u8* row = q + (t.n + 8 * half) * (QK_DIM * 2);
-    const uint4* latent = (const uint4*)(row + (128 * t.warp + 32 * t.c) * 2);
-    u32* dst = half ? t.q_hi : t.q_lo;
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      uint4 x = __ldg(latent + j);
-      dst[4 * j + 0] = __byte_perm(x.x, x.z, 0x5410);
-      dst[4 * j + 1] = __byte_perm(x.x, x.z, 0x7632);
-      dst[4 * j + 2] = __byte_perm(x.y, x.w, 0x5410);
-      dst[4 * j + 3] = __byte_perm(x.y, x.w, 0x7632);
-    }
-    uint4 x = __ldg((const uint4*)(row + (LATENT + 16 * t.c + 8 * (t.warp & 1)) * 2));
-    sh.q_rope[half][threadIdx.x] = {__byte_perm(x.x, x.z, 0x5410), __byte_perm(x.x, x.z, 0x7632),
-                                    __byte_perm(x.y, x.w, 0x5410), __byte_perm(x.y, x.w, 0x7632)};
-  }
+// Eight bf16 dims d0..d7 of two heads -> the A operands of two k-steps, in the pairs (d_i, d_{i+4}) of dequant_word.
+__device__ __forceinline__ void pair_dims(uint4 lo, uint4 hi, u32 (&first)[4], u32 (&second)[4]) {
+  first[0] = __byte_perm(lo.x, lo.z, 0x5410);
+  first[1] = __byte_perm(hi.x, hi.z, 0x5410);
+  first[2] = __byte_perm(lo.x, lo.z, 0x7632);
+  first[3] = __byte_perm(hi.x, hi.z, 0x7632);
+  second[0] = __byte_perm(lo.y, lo.w, 0x5410);
+  second[1] = __byte_perm(hi.y, hi.w, 0x5410);
+  second[2] = __byte_perm(lo.y, lo.w, 0x7632);
+  second[3] = __byte_perm(hi.y, hi.w, 0x7632);
 }
 
-// Dequantises this warp's dims of 16 tokens, adds up partial scores, leaves V's B operands in v. Index 0 is the group
-// of 8 tokens whose RoPE scores this warp adds: warps 2 and 3 take the groups in reverse.
-template <bool WIDE>
-__device__ __forceinline__ void score_step(const Shared& sh, const Thread& t, const uint4 (&x)[2], u32 rope_word, const ScaleBytes& b,
-                                           u32 (&v)[2][16], float (&s)[2][4]) {
-  u32 factor[2], extra[2];
+__device__ __forceinline__ void load_q(Shared& sh, Thread& t, const u8* q) {
+  const u8* lo = q + t.n * (QK_DIM * 2);
+  const u8* hi = lo + 8 * (QK_DIM * 2);
+  const int latent = (DIMS * t.warp + DIMS / 4 * t.c) * 2;
 #pragma unroll
-  for (int g = 0; g < 2; g++) {
-    factor[g] = scale_factor(WIDE ? min(b.group[g], 128) : b.group[g]);
-    extra[g] = WIDE ? wide_factor(b.group[g]) : 0;
-#pragma unroll
-    for (int i = 0; i < 4; i++) s[g][i] = 0.0f;
+  for (int j = 0; j < WORDS; j++) {
+    pair_dims(__ldg((const uint4*)(lo + latent) + j), __ldg((const uint4*)(hi + latent) + j), t.q[2 * j],
+              t.q[2 * j + 1]);
   }
+  const int rope = (LATENT + 16 * t.c + 8 * (t.warp & 1)) * 2;
+  u32 first[4], second[4];
+  pair_dims(__ldg((const uint4*)(lo + rope)), __ldg((const uint4*)(hi + rope)), first, second);
+  sh.q_rope[0][threadIdx.x] = {first[0], first[1], first[2], first[3]};
+  sh.q_rope[1][threadIdx.x] = {second[0], second[1], second[2], second[3]};
+}
+
+struct Packed {
+  u32 word[GROUPS][WORDS];
+  u32 rope;
+  int scale[GROUPS];
+  int rope_scale;
+};
+
+template <int GROUP>
+__device__ __forceinline__ void store_partial(u32 at, const float (&s)[4]) {
+  sts_float2<PARTIAL + 2 * GROUP * PARTIAL_FRAGMENT>(at, s[0], s[1]);
+  sts_float2<PARTIAL + (2 * GROUP + 1) * PARTIAL_FRAGMENT>(at, s[2], s[3]);
+}
+
+// Dequantises this warp's dims of one step, hands out partial scores, leaves V's B operands in v. Warps 2 g and 2 g + 1
+// compute the RoPE scores of group g, half of the dims each.
+template <bool WIDE>
+__device__ __forceinline__ void score_step(const Thread& t, const Packed& x, u32 (&v)[GROUPS][TILES]) {
+  {
+    u32 k[4], first[4], second[4];
+    dequant_word(x.rope, scale_factor(WIDE ? min(x.rope_scale, 128) : x.rope_scale), k);
+    if (WIDE) {
 #pragma unroll
-  for (int j = 0; j < 4; j++) {
+      for (int i = 0; i < 4; i++) k[i] = mul_bf16x2(k[i], wide_factor(x.rope_scale));
+    }
+    const u32 q_rope = t.shared + (512 * t.warp + 16 * t.lane);
+    lds128<Q_ROPE>(q_rope, first);
+    lds128<Q_ROPE + 16 * THREADS>(q_rope, second);
+    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    mma(s, first, k[0], k[1]);
+    mma(s, second, k[2], k[3]);
+    const u32 at = t.shared + (2 * PARTIAL_FRAGMENT * t.warp + 8 * t.lane);
+    sts_float2<ROPE_PARTIAL>(at, s[0], s[1]);
+    sts_float2<ROPE_PARTIAL + PARTIAL_FRAGMENT>(at, s[2], s[3]);
+  }
+  const u32 partial = t.shared + (PARTIAL_WARP * t.warp + 8 * t.lane);
 #pragma unroll
-    for (int g = 0; g < 2; g++) {
+  for (int g = 0; g < GROUPS; g++) {
+    const u32 factor = scale_factor(WIDE ? min(x.scale[g], 128) : x.scale[g]);
+    const u32 extra = WIDE ? wide_factor(x.scale[g]) : 0;
+    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+    for (int j = 0; j < WORDS; j++) {
       u32 k[4];
-      u32 word = j == 0 ? x[g].x : j == 1 ? x[g].y : j == 2 ? x[g].z : x[g].w;
-      dequant_word(word, factor[g], k);
+      dequant_word(x.word[g][j], factor, k);
       if (WIDE) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) k[i] = mul_bf16x2(k[i], extra[g]);
+        for (int i = 0; i < 4; i++) k[i] = mul_bf16x2(k[i], extra);
       }
+      mma(s, t.q[2 * j], k[0], k[1]);
+      mma(s, t.q[2 * j + 1], k[2], k[3]);
 #pragma unroll
-      for (int i = 0; i < 4; i += 2) {
-        int r = 4 * j + i;
-        mma(s[g], t.q_lo[r], t.q_hi[r], t.q_lo[r + 1], t.q_hi[r + 1], k[i], k[i + 1]);
-        v[g][r] = transpose8x8(k[i]);
-        v[g][r + 1] = transpose8x8(k[i + 1]);
-      }
+      for (int i = 0; i < 4; i++) v[g][4 * j + i] = transpose8x8(k[i]);
     }
+    if (g == 0) store_partial<0>(partial, s);
+    if (g == 1) store_partial<1>(partial, s);
+    if (g == 2) store_partial<2>(partial, s);
+    if (g == 3) store_partial<3>(partial, s);
   }
-  u32 k[4];
-  dequant_word(rope_word, scale_factor(WIDE ? min(b.rope, 128) : b.rope), k);
-  if (WIDE) {
-#pragma unroll
-    for (int i = 0; i < 4; i++) k[i] = mul_bf16x2(k[i], wide_factor(b.rope));
-  }
-  uint4 lo = sh.q_rope[0][threadIdx.x], hi = sh.q_rope[1][threadIdx.x];
-  mma(s[0], lo.x, hi.x, lo.y, hi.y, k[0], k[1]);
-  mma(s[0], lo.z, hi.z, lo.w, hi.w, k[2], k[3]);
 }
 
-// Scores of this thread's head and two tokens: the sum over the four warps' dims, in q.k.
-__device__ __forceinline__ float2 gather_scores(const Shared& sh, const Thread& t, int left) {
-  const float2* source = &sh.partial[0][t.warp][t.lane];
-  float2 s = source[0];
-#pragma unroll
-  for (int w = 1; w < WARPS; w++) {
-    float2 p = source[w * 128];
-    s.x += p.x;
-    s.y += p.y;
+// Scores of this thread's head and two tokens: the sum over all warps' dims, in q.k. With TAIL only the first `left`
+// tokens of the step exist.
+template <bool TAIL>
+__device__ __forceinline__ float2 gather_scores(const Thread& t, int left) {
+  const u32 source = t.shared + (PARTIAL_FRAGMENT * t.warp + 8 * t.lane);
+  float2 x[WARPS];
+  x[0] = lds_float2<PARTIAL>(source);
+  x[1] = lds_float2<PARTIAL + PARTIAL_WARP>(source);
+  x[2] = lds_float2<PARTIAL + 2 * PARTIAL_WARP>(source);
+  x[3] = lds_float2<PARTIAL + 3 * PARTIAL_WARP>(source);
+  if (WARPS == 8) {
+    x[4 % WARPS] = lds_float2<PARTIAL + 4 * PARTIAL_WARP>(source);
+    x[5 % WARPS] = lds_float2<PARTIAL + 5 * PARTIAL_WARP>(source);
+    x[6 % WARPS] = lds_float2<PARTIAL + 6 * PARTIAL_WARP>(source);
+    x[7 % WARPS] = lds_float2<PARTIAL + 7 * PARTIAL_WARP>(source);
   }
-  if (left < STEP) {
-    asm volatile(""); // a branch, not selects: only the last step of a segment pays
+  const u32 rope = t.shared + (4 * PARTIAL_FRAGMENT * (t.warp >> 1) + PARTIAL_FRAGMENT * (t.warp & 1) + 8 * t.lane);
+  const float2 y[2] = {lds_float2<ROPE_PARTIAL>(rope), lds_float2<ROPE_PARTIAL + 2 * PARTIAL_FRAGMENT>(rope)};
+  float2 s = {y[0].x + y[1].x, y[0].y + y[1].y};
+#pragma unroll
+  for (int w = 0; w < WARPS; w++) {
+    s.x += x[w].x;
+    s.y += x[w].y;
+  }
+  if (TAIL) {
     int first = 8 * (t.warp >> 1);
     if (first + slot_token(2 * t.c) >= left) s.x = -__int_as_float(0x7F800000);
     if (first + slot_token(2 * t.c + 1) >= left) s.y = -__int_as_float(0x7F800000);
@@ -279,9 +383,9 @@ __device__ __forceinline__ float2 gather_scores(const Shared& sh, const Thread& 
 }
 
 // Moves the running maximum to this step's and rescales what was summed so far. All threads of the CTA.
-
+template <bool TAIL>
 __device__ __forceinline__ float2 raise_max(Shared& sh, Thread& t, float log2_scale, int left) {
-  float2 s = gather_scores(sh, t, left);
+  float2 s = gather_scores<TAIL>(t, left);
   s.x *= log2_scale;
   s.y *= log2_scale;
   float top = fmaxf(s.x, s.y);
@@ -291,13 +395,18 @@ __device__ __forceinline__ float2 raise_max(Shared& sh, Thread& t, float log2_sc
   if (t.c == 0) sh.tile_max[t.warp >> 1][head] = top;
   __syncthreads();
   float old_lo = sh.running_max[t.n], old_hi = sh.running_max[t.n + 8];
-  float new_lo = fmaxf(old_lo, fmaxf(sh.tile_max[0][t.n], sh.tile_max[1][t.n]));
-  float new_hi = fmaxf(old_hi, fmaxf(sh.tile_max[0][t.n + 8], sh.tile_max[1][t.n + 8]));
+  float new_lo = old_lo, new_hi = old_hi;
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) {
+    new_lo = fmaxf(new_lo, sh.tile_max[g][t.n]);
+    new_hi = fmaxf(new_hi, sh.tile_max[g][t.n + 8]);
+  }
   __syncthreads();
-  if (t.c == 0 && t.warp < 2) sh.running_max[head] = (t.warp & 1) ? new_hi : new_lo;
+  if (t.c == 0 && t.warp < 2) sh.running_max[head] = t.warp ? new_hi : new_lo;
+  sh.over = 0;
   float shrink_lo = exp2_approx(old_lo - new_lo), shrink_hi = exp2_approx(old_hi - new_hi);
 #pragma unroll
-  for (int r = 0; r < 16; r++) {
+  for (int r = 0; r < TILES; r++) {
     t.acc[r][0] *= shrink_lo;
     t.acc[r][1] *= shrink_lo;
     t.acc[r][2] *= shrink_hi;
@@ -311,138 +420,174 @@ __device__ __forceinline__ float2 raise_max(Shared& sh, Thread& t, float log2_sc
   return p;
 }
 
-// Tokens [first, first + count) of one sequence: fills acc, max and sum.
-__device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, i64 first, int count, u32& stage_count) {
+// Where a thread finds its codes and scales in a stage.
+struct Offsets {
+  u32 data, scale, rope, rope_scale;
+};
+
+// One step: scores, weights, weighted values, from the stage at shared address `stage`.
+template <bool TAIL>
+__device__ __forceinline__ void step(Shared& sh, Thread& t, float log2_scale, u32 stage, const Offsets& at, int left) {
+  constexpr int DATA_GROUP = 8 * TOKEN_BYTES, SCALE_GROUP = 8 * SCALE_PITCH;
+  Packed x;
+  const u32 data = stage + at.data, scale = stage + at.scale;
+  if (WORDS == 4) {
+    lds128<0>(data, x.word[0]);
+    lds128<DATA_GROUP>(data, x.word[1]);
+  } else {
+    lds64<0>(data, x.word[0]);
+    lds64<DATA_GROUP>(data, x.word[1]);
+    lds64<2 * DATA_GROUP>(data, x.word[2 % GROUPS]);
+    lds64<3 * DATA_GROUP>(data, x.word[3 % GROUPS]);
+  }
+  x.scale[0] = lds8<0>(scale);
+  x.scale[1] = lds8<SCALE_GROUP>(scale);
+  if (GROUPS == 4) {
+    x.scale[2 % GROUPS] = lds8<2 * SCALE_GROUP>(scale);
+    x.scale[3 % GROUPS] = lds8<3 * SCALE_GROUP>(scale);
+  }
+  x.rope = lds32<0>(stage + at.rope);
+  x.rope_scale = lds8<0>(stage + at.rope_scale);
+  if (TAIL) { // what lies beyond the last token counts as zero
+    const int token = slot_token(t.n);
+#pragma unroll
+    for (int g = 0; g < GROUPS; g++) {
+      if (token + 8 * g >= left) x.scale[g] = NO_TOKEN;
+    }
+    if (token + 8 * (t.warp >> 1) >= left) x.rope_scale = NO_TOKEN;
+  }
+  int largest = x.rope_scale;
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) largest = max(largest, x.scale[g]);
+  u32 v[GROUPS][TILES];
+  if (__any_sync(0xFFFFFFFFu, largest > 128)) score_step<true>(t, x, v);
+  else score_step<false>(t, x, v);
+  __syncthreads();
+  float2 e = gather_scores<TAIL>(t, left);
+  float2 p = {exp2_approx(fmaf(e.x, log2_scale, -t.max)), exp2_approx(fmaf(e.y, log2_scale, -t.max))};
+  sts32<WEIGHTS>(t.shared + (128 * t.warp + 4 * t.lane), pack_bf16(p.x, p.y));
+  if (p.x + p.y > WEIGHT_LIMIT) sts32<OVER>(t.shared, 1);
+  __syncthreads();
+  if (lds32<OVER>(t.shared)) p = raise_max<TAIL>(sh, t, log2_scale, left);
+  t.sum += p.x + p.y;
+  const u32 weights = t.shared + 16 * t.lane;
+  u32 w[4];
+  ldmatrix4<WEIGHTS>(weights, w);
+#pragma unroll
+  for (int r = 0; r < TILES; r++) mma(t.acc[r], w, v[0][r], v[1][r]);
+  if (GROUPS == 4) {
+    ldmatrix4<WEIGHTS + 512>(weights, w);
+#pragma unroll
+    for (int r = 0; r < TILES; r++) mma(t.acc[r], w, v[2 % GROUPS][r], v[3 % GROUPS][r]);
+  }
+}
+
+// Tokens [first, first + count) of one sequence: fills acc, max and sum. `turn` counts stages since the kernel began.
+__device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, i64 first, int count, u32& turn) {
   t.max = NO_MAX;
   t.sum = 0.0f;
 #pragma unroll
-  for (int r = 0; r < 16; r++) {
+  for (int r = 0; r < TILES; r++) {
 #pragma unroll
     for (int i = 0; i < 4; i++) t.acc[r][i] = 0.0f;
   }
-  const u8* kv = a.kv + first * TOKEN_BYTES;
-  const int num_stages = (count + STAGE_TOKENS - 1) / STAGE_TOKENS;
-  auto issue = [&](int k) {
-    int tokens = min(STAGE_TOKENS, count - k * STAGE_TOKENS);
-    u32 slot = (stage_count + k) % STAGES;
-    bulk_load(sh.packed[slot], kv + (i64)k * (STAGE_TOKENS * TOKEN_BYTES), tokens * TOKEN_BYTES, &sh.full[slot]);
+  // Bulk copies are cut at 16 bytes; STEP rows of any pitch are a multiple of that, so the shift stays the same.
+  const u32 shift = (u32)(u64)(a.scale + first * SCALE_PITCH) & 15;
+  auto issue = [&](u32 slot, int done) { // one thread; the stage that begins `done` tokens into the segment
+    const int tokens = min(STEP, count - done);
+    const u32 scale_bytes = (shift + tokens * SCALE_PITCH + 15) & ~15u;
+    const u32 stage = t.shared + slot * STAGE_BYTES, bar = t.shared + FULL + 8 * slot;
+    mbarrier_expect(bar, tokens * TOKEN_BYTES + scale_bytes);
+    bulk_load(stage, a.kv + (first + done) * TOKEN_BYTES, tokens * TOKEN_BYTES, bar);
+    bulk_load(stage + STEP * TOKEN_BYTES, a.scale + (first + done) * SCALE_PITCH - shift, scale_bytes, bar);
   };
+  u32 slot = turn % STAGES, parity = (turn / STAGES) & 1;
   if (threadIdx.x == 0) {
-    for (int k = 0; k < min(STAGES - 1, num_stages); k++) issue(k);
-  }
-  // Group 0 is this warp's RoPE group (score_step); `other` leads from it to the other one, in tokens.
-  const int token = slot_token(t.n) + 8 * (t.warp >> 1);
-  const int other = t.warp < 2 ? 8 : -8;
-  u32 scale = (u32)(first + token) * a.scale_row_stride + (4 * t.warp + t.c) * a.scale_col_stride;
-  const int other_scale = other * a.scale_row_stride;
-  const int rope_scale = (ROPE_BLOCK + (t.c >> 1) - 4 * t.warp - t.c) * a.scale_col_stride;
-  auto load_scales = [&](ScaleBytes& b, int left) {
-    if (left >= STEP) {
-      b.group[0] = a.scale[scale];
-      b.group[1] = a.scale[scale + other_scale];
-      b.rope = a.scale[scale + rope_scale];
-    } else {
-      b.group[0] = token < left ? a.scale[scale] : NO_TOKEN;
-      b.group[1] = token + other < left ? a.scale[scale + other_scale] : NO_TOKEN;
-      b.rope = token < left ? a.scale[scale + rope_scale] : NO_TOKEN;
-    }
-    scale += STEP * a.scale_row_stride;
-  };
-  ScaleBytes bytes;
-  load_scales(bytes, count);
-
-  const u32 lane_offset = token * TOKEN_BYTES + 64 * t.warp + 16 * t.c;
-  const u32 rope_offset = token * TOKEN_BYTES + ROPE_BYTE + 8 * t.c + 4 * (t.warp & 1);
-  const u32 weights = smem_u32(&sh.weights[0][0]) + ((16 * t.lane) ^ (256 * (t.warp >> 1)));
-  const u8* tile = nullptr;
-  int left = count;
-  for (int k = 0; k < num_stages; k++) {
-    // The slot of stage k - 1 is free: all its loads came before the barriers of its last step.
-    if (threadIdx.x == 0 && k + STAGES - 1 < num_stages) issue(k + STAGES - 1);
-    const u32 turn = stage_count + k;
-    mbarrier_wait(&sh.full[turn % STAGES], (turn / STAGES) & 1);
-    tile = sh.packed[turn % STAGES];
-    const int last = max(0, left - STAGE_TOKENS);
 #pragma unroll 1
-    for (; left > last; left -= STEP) {
-      uint4 x[2];
-      x[0] = *(const uint4*)(tile + lane_offset);
-      x[1] = *(const uint4*)(tile + lane_offset + other * TOKEN_BYTES);
-      u32 rope_word = *(const u32*)(tile + rope_offset);
-      tile += STEP * TOKEN_BYTES;
-
-      u32 v[2][16];
-      float s[2][4];
-      if (__any_sync(0xFFFFFFFFu, max(max(bytes.group[0], bytes.group[1]), bytes.rope) > 128))
-        score_step<true>(sh, t, x, rope_word, bytes, v, s);
-      else
-        score_step<false>(sh, t, x, rope_word, bytes, v, s);
-      if (left > STEP) load_scales(bytes, left - STEP);
-
-      float2* partial = &sh.partial[t.warp][t.warp & 2][t.lane];
-      float2* partial_other = &sh.partial[t.warp][(t.warp & 2) ^ 2][t.lane];
-      partial[0] = {s[0][0], s[0][1]};
-      partial[32] = {s[0][2], s[0][3]};
-      partial_other[0] = {s[1][0], s[1][1]};
-      partial_other[32] = {s[1][2], s[1][3]};
-      __syncthreads();
-      float2 e = gather_scores(sh, t, left);
-      float2 p = {exp2_approx(fmaf(e.x, a.log2_scale, -t.max)), exp2_approx(fmaf(e.y, a.log2_scale, -t.max))};
-      sh.weights[t.warp][t.lane] = pack_bf16(p.x, p.y);
-      if (__syncthreads_or(p.x + p.y > WEIGHT_LIMIT)) p = raise_max(sh, t, a.log2_scale, left);
-      t.sum += p.x + p.y;
-
-      u32 w[4];
-      asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                   : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                   : "r"(weights)
-                   : "memory");
-#pragma unroll
-      for (int r = 0; r < 16; r++) mma(t.acc[r], w[0], w[1], w[2], w[3], v[0][r], v[1][r]);
-    }
+    for (int k = 0; k < STAGES - 1 && k * STEP < count; k++) issue((turn + k) % STAGES, k * STEP);
   }
-  stage_count += num_stages;
+  turn += (count + STEP - 1) / STEP;
+  const int token = slot_token(t.n), own = t.warp >> 1; // own: the group whose RoPE this warp handles
+  const Offsets at = {
+      t.shared + token * TOKEN_BYTES + DIMS / 8 * t.c + DIMS / 2 * t.warp,
+      t.shared + STEP * TOKEN_BYTES + shift + token * SCALE_PITCH + (DIMS / 4 * t.c) / 32 + DIMS / 32 * t.warp,
+      t.shared + (token + 8 * own) * TOKEN_BYTES + ROPE_BYTE + 8 * t.c + 4 * (t.warp & 1),
+      t.shared + STEP * TOKEN_BYTES + shift + (token + 8 * own) * SCALE_PITCH + ROPE_BLOCK + (t.c >> 1)};
+  int left = count;
+#pragma unroll 1
+  while (left > 0) {
+    // The slot of the stage before is free: all its loads came before the barriers of its step.
+    if (t.warp == 0 && left > (STAGES - 1) * STEP && elect_one())
+      issue(slot ? slot - 1 : STAGES - 1, count - left + (STAGES - 1) * STEP);
+    mbarrier_wait(t.shared + FULL + 8 * slot, parity);
+    const u32 stage = slot * STAGE_BYTES;
+    if (++slot == STAGES) {
+      slot = 0;
+      parity ^= 1;
+    }
+    if (left < STEP) break;
+    step<false>(sh, t, a.log2_scale, stage, at, left);
+    left -= STEP;
+  }
+  if (left > 0) step<true>(sh, t, a.log2_scale, (slot ? slot - 1 : STAGES - 1) * STAGE_BYTES, at, left);
 }
 
-// Element k = 8 half + 2 word + odd of a thread: four consecutive dims of head n + 8 half.
+// Quad k = 2 WORDS half + 2 word + odd of a thread: four consecutive dims of head n + 8 half.
 __device__ __forceinline__ float4 acc_quad(const Thread& t, int k) {
-  int half = k >> 3, j = (k >> 1) & 3, e = k & 1;
+  int half = k / (2 * WORDS), j = (k >> 1) % WORDS, e = k & 1;
   return {t.acc[4 * j][2 * half + e], t.acc[4 * j + 1][2 * half + e], t.acc[4 * j + 2][2 * half + e],
           t.acc[4 * j + 3][2 * half + e]};
 }
 
-__device__ __forceinline__ void store_out(const Thread& t, u8* out_row, int k, float4 a, float4 b, float inv) {
-  int head = t.n + 8 * (k >> 3);
-  int dim = 128 * t.warp + 32 * t.c + 8 * ((k >> 1) & 3);
-  uint4 r = {pack_bf16(a.x * inv, a.y * inv), pack_bf16(a.z * inv, a.w * inv), pack_bf16(b.x * inv, b.y * inv),
-             pack_bf16(b.z * inv, b.w * inv)};
-  *(uint4*)(out_row + (head * LATENT + dim) * 2) = r;
+// Writes one quad of the thread `owner` (its lane is this thread's).
+__device__ __forceinline__ void store_quad(const Thread& t, u8* out_row, int k, u32 owner, float4 x, float inv) {
+  int head = t.n + 8 * (k / (2 * WORDS));
+  int dim = DIMS * (owner / 32) + DIMS / 4 * t.c + 4 * (k % (2 * WORDS));
+  *(uint2*)(out_row + (head * LATENT + dim) * 2) = {pack_bf16(x.x * inv, x.y * inv), pack_bf16(x.z * inv, x.w * inv)};
+}
+
+__device__ __forceinline__ void add_scaled(float4& r, float w, float4 x) {
+  r.x += w * x.x;
+  r.y += w * x.y;
+  r.z += w * x.z;
+  r.w += w * x.w;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) mla_decode_mxfp4(const __grid_constant__ Args a) {
-  __shared__ Shared sh;
+  extern __shared__ __align__(1024) u8 raw[];
+  Shared& sh = *(Shared*)raw;
+  // With programmatic launch this grid may begin before the one ahead has ended; nothing of that one was read yet.
+  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   Thread t;
   t.lane = threadIdx.x & 31;
-  t.warp = threadIdx.x >> 5;
+  t.warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
   t.n = t.lane >> 2;
   t.c = t.lane & 3;
+  t.shared = smem_u32(raw);
   const u32 rank = cluster_rank(), size = cluster_size();
   const u32 cluster = blockIdx.x / size, clusters = gridDim.x / size;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) mbarrier_init(&sh.full[i], 1);
+    for (int i = 0; i < STAGES; i++) mbarrier_init(smem_u32(&sh.full[i]), 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    sh.over = 0;
   }
 
+  // The first round of the search below, issued before anything depends on it.
+  const int stride0 = (a.batch + 31) / 32;
+  const int probe0 = a.kv_indptr[min(t.lane * stride0, a.batch)];
+  const int base = a.kv_indptr[0], total = a.kv_indptr[a.batch] - base;
+
   // Empty sequences belong to no cluster's share.
+#pragma unroll 1
   for (int b = blockIdx.x; b < a.batch; b += gridDim.x) {
     if (a.kv_indptr[b + 1] <= a.kv_indptr[b]) {
+#pragma unroll 1
       for (int i = threadIdx.x; i < HEADS * LATENT / 8; i += THREADS)
         *(uint4*)(a.out + ((i64)b * HEADS * LATENT + 8 * i) * 2) = {0, 0, 0, 0};
     }
   }
 
   // Clusters take equal shares of all tokens, cut at multiples of `grain` tokens, crossing sequences.
-  const int base = a.kv_indptr[0], total = a.kv_indptr[a.batch] - base;
   const u32 grain = STEP * size;
   const u32 units = (total + grain - 1) / grain;
   const u32 share = units / clusters, longer = units - share * clusters; // the first `longer` clusters take one more
@@ -451,23 +596,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) mla_decode_mx
     u32 unit = token / grain;
     return unit < longer * (share + 1) ? unit / (share + 1) : longer + (unit - longer * (share + 1)) / share;
   };
-  int pos = share_begin(cluster);
-  const int stop = share_begin(cluster + 1);
+  const int start = share_begin(cluster), stop = share_begin(cluster + 1);
   __syncthreads();
-  if (pos >= stop) return; // the whole cluster leaves
+  if (start >= stop) return; // the whole cluster leaves
 
-  // The last sequence that begins at or before pos.
+  // The last sequence that begins at or before `start`.
   int b = 0;
-  for (int span = a.batch; span > 1;) {
-    int stride = (span + 31) / 32;
-    int i = t.lane * stride;
-    bool before = i < span && a.kv_indptr[b + i] - base <= pos;
-    int found = __popc(__ballot_sync(0xFFFFFFFFu, before)) - 1;
+  int probe = probe0;
+#pragma unroll 1
+  for (int span = a.batch, stride = stride0;;) {
+    const bool before = t.lane * stride < span && probe - base <= start;
+    const int found = __popc(__ballot_sync(0xFFFFFFFFu, before)) - 1;
     b += found * stride;
     span = min(stride, span - found * stride);
+    if (span <= 1) break;
+    stride = (span + 31) / 32;
+    probe = a.kv_indptr[min(b + t.lane * stride, a.batch)];
   }
 
-  u32 stage_count = 0;
+  u32 turn = 0;
+  int pos = start;
+#pragma unroll 1
   while (true) {
     const int begin = a.kv_indptr[b] - base, end = a.kv_indptr[b + 1] - base;
     const int seg_end = min(stop, end);
@@ -478,84 +627,61 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) mla_decode_mx
     load_q(sh, t, a.q + (i64)b * (HEADS * QK_DIM * 2));
     if (threadIdx.x < HEADS) sh.running_max[threadIdx.x] = NO_MAX;
     __syncthreads();
-    attend(sh, t, a, (i64)base + first, count, stage_count);
+    attend(sh, t, a, (i64)base + first, count, turn);
 
-    // Sums of weights: over the quad, then over the two warps that share this head.
+    // Sums of weights: over the quad, then over the warps that share this head.
     t.sum += __shfl_xor_sync(0xFFFFFFFFu, t.sum, 1);
     t.sum += __shfl_xor_sync(0xFFFFFFFFu, t.sum, 2);
-    __syncthreads(); // the ring is read no more: acc may take its place
     if (t.c == 0) sh.tile_sum[t.warp >> 1][t.n + 8 * (t.warp & 1)] = t.sum;
-    if (size > 1) {
+    // The ring is idle (its last loads came before the barriers of the last step): acc takes its place.
 #pragma unroll
-      for (int k = 0; k < 16; k++) sh.acc[k][threadIdx.x] = acc_quad(t, k);
-    }
+    for (int k = 0; k < QUADS; k++) sh.acc[k][threadIdx.x] = acc_quad(t, k);
     __syncthreads();
-    if (threadIdx.x < HEADS) sh.sum[threadIdx.x] = sh.tile_sum[0][threadIdx.x] + sh.tile_sum[1][threadIdx.x];
+    if (threadIdx.x < HEADS) {
+      float sum = 0.0f;
+      for (int g = 0; g < GROUPS; g++) sum += sh.tile_sum[g][threadIdx.x];
+      sh.sum[threadIdx.x] = sum;
+    }
     if (size > 1) cluster_sync();
     else __syncthreads();
 
-    // Maximum and sum of the cluster, in each thread for its two heads; the weight of each peer comes from them.
-    const bool whole = begin >= share_begin(cluster) && end <= stop;
-    float top[2], sum[2];
-#pragma unroll
-    for (int h = 0; h < 2; h++) {
-      top[h] = NO_MAX;
-      sum[h] = 0.0f;
-      for (u32 i = 0; i < size; i++) top[h] = fmaxf(top[h], peer_float(peer_address(&sh.running_max[t.n + 8 * h], i)));
-      for (u32 i = 0; i < size; i++)
-        sum[h] += exp2_approx(peer_float(peer_address(&sh.running_max[t.n + 8 * h], i)) - top[h]) *
-                  peer_float(peer_address(&sh.sum[t.n + 8 * h], i));
-    }
+    // Each CTA merges its share of the quads over the cluster.
+    const bool whole = begin >= start && end <= stop;
+    const u32 slot = 2 * cluster + (begin > start ? 1 : 0);
     u8* out_row = a.out + (i64)b * (HEADS * LATENT * 2);
-    const u32 slot = 2 * cluster + (begin > share_begin(cluster) ? 1 : 0);
-    float4* part = a.parts + (i64)slot * (16 * THREADS);
-    auto merged_quad = [&](int k) {
-      int h = k >> 3;
+    const u32 quads = QUADS * THREADS / size;
+#pragma unroll 1
+    for (u32 i = threadIdx.x; i < quads; i += THREADS) {
+      const u32 quad = rank * quads + i;
+      const u32 k = quad / THREADS, owner_thread = quad % THREADS;
+      const int head = t.n + 8 * (k / (2 * WORDS));
+      float top = NO_MAX;
+#pragma unroll 4
+      for (u32 p = 0; p < size; p++) top = fmaxf(top, peer_float(peer_address(&sh.running_max[head], p)));
+      float sum = 0.0f;
       float4 r = {0, 0, 0, 0};
-      for (u32 i = 0; i < size; i++) {
-        float w = exp2_approx(peer_float(peer_address(&sh.running_max[t.n + 8 * h], i)) - (h ? top[1] : top[0]));
-        float4 x = peer_float4(peer_address(&sh.acc[k][threadIdx.x], i));
-        r.x += w * x.x, r.y += w * x.y, r.z += w * x.z, r.w += w * x.w;
+#pragma unroll 4
+      for (u32 p = 0; p < size; p++) {
+        const float w = exp2_approx(peer_float(peer_address(&sh.running_max[head], p)) - top);
+        sum += w * peer_float(peer_address(&sh.sum[head], p));
+        add_scaled(r, w, peer_float4(peer_address(&sh.acc[k][owner_thread], p)));
       }
-      return r;
-    };
-    const int k_count = 16 / size, k_first = rank * k_count;
-    if (size == 1) {
-#pragma unroll
-      for (int k = 0; k < 16; k += 2) {
-        float4 lo = acc_quad(t, k), hi = acc_quad(t, k + 1);
-        if (whole) {
-          store_out(t, out_row, k, lo, hi, 1.0f / sum[k >> 3]);
-        } else {
-          part[k * THREADS + threadIdx.x] = lo;
-          part[(k + 1) * THREADS + threadIdx.x] = hi;
-        }
-      }
-    } else {
-      for (int k = k_first; k < k_first + k_count; k += 2) {
-        float4 lo = merged_quad(k), hi = merged_quad(k + 1);
-        if (whole) {
-          store_out(t, out_row, k, lo, hi, 1.0f / (k >> 3 ? sum[1] : sum[0]));
-        } else {
-          part[k * THREADS + threadIdx.x] = lo;
-          part[(k + 1) * THREADS + threadIdx.x] = hi;
+      if (whole) {
+        store_quad(t, out_row, k, quad % THREADS, r, 1.0f / sum);
+      } else {
+        a.parts[(i64)slot * (QUADS * THREADS) + quad] = r;
+        if (t.warp == 0 && t.c == 0) {
+          float* stats = a.part_stats + (slot * 16 + rank) * 32 + head;
+          stats[0] = top;
+          stats[16] = sum;
         }
       }
     }
+    if (size > 1) cluster_arrive_relaxed(); // peers' accumulators are read no more
     if (!whole) {
       // Parts of a sequence meet in memory: the last cluster to arrive merges, each of its CTAs its own quads.
-      if (rank == 0 && t.warp == 0 && t.c == 0) {
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          a.part_stats[slot * 32 + t.n + 8 * h] = top[h];
-          a.part_stats[slot * 32 + 16 + t.n + 8 * h] = sum[h];
-        }
-        __threadfence();
-      }
-      // Every rank needs rank 0's statistics, so they count towards one number per sequence and rank.
-      if (size > 1) cluster_sync();
-      else __syncthreads();
       const u32 c0 = owner(begin), c1 = owner(end - 1);
+      __syncthreads();
       if (threadIdx.x == 0) {
         u32 old;
         asm volatile("fence.acq_rel.gpu;\natom.inc.relaxed.gpu.global.u32 %0, [%1], %2;\nfence.acq_rel.gpu;"
@@ -566,39 +692,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) mla_decode_mx
       }
       __syncthreads();
       if (sh.last) {
-        auto part_slot = [&](u32 i) { return 2 * i + (begin > share_begin(i) ? 1 : 0); };
-        float best[2], all[2];
-#pragma unroll
-        for (int h = 0; h < 2; h++) {
-          best[h] = NO_MAX;
-          all[h] = 0.0f;
-          for (u32 i = c0; i <= c1; i++) best[h] = fmaxf(best[h], __ldcg(a.part_stats + part_slot(i) * 32 + t.n + 8 * h));
-          for (u32 i = c0; i <= c1; i++) {
-            const float* stats = a.part_stats + part_slot(i) * 32 + t.n + 8 * h;
-            all[h] += exp2_approx(__ldcg(stats) - best[h]) * __ldcg(stats + 16);
+#pragma unroll 1
+        for (u32 i = threadIdx.x; i < quads; i += THREADS) {
+          const u32 quad = rank * quads + i;
+          const u32 k = quad / THREADS;
+          const int head = t.n + 8 * (k / (2 * WORDS));
+          // Only the first cluster of a sequence can have begun with another one.
+          auto part_slot = [&](u32 p) { return 2 * p + (begin > share_begin(p) ? 1 : 0); };
+          float top = NO_MAX, sum = 0.0f;
+#pragma unroll 4
+          for (u32 p = c0; p <= c1; p++) top = fmaxf(top, __ldcg(a.part_stats + (part_slot(p) * 16 + rank) * 32 + head));
+          float4 r = {0, 0, 0, 0};
+#pragma unroll 4
+          for (u32 p = c0; p <= c1; p++) {
+            const float* stats = a.part_stats + (part_slot(p) * 16 + rank) * 32 + head;
+            const float w = exp2_approx(__ldcg(stats) - top);
+            sum += w * __ldcg(stats + 16);
+            add_scaled(r, w, __ldcg(a.parts + (i64)part_slot(p) * (QUADS * THREADS) + quad));
           }
-        }
-        for (int k = k_first; k < k_first + k_count; k += 2) {
-          float4 lo = {0, 0, 0, 0}, hi = {0, 0, 0, 0};
-          int h = k >> 3;
-          for (u32 i = c0; i <= c1; i++) {
-            u32 s = part_slot(i);
-            float w = exp2_approx(__ldcg(a.part_stats + s * 32 + t.n + 8 * h) - (h ? best[1] : best[0]));
-            float4 x = __ldcg(a.parts + ((i64)s * 16 + k) * THREADS + threadIdx.x);
-            float4 y = __ldcg(a.parts + ((i64)s * 16 + k + 1) * THREADS + threadIdx.x);
-            lo.x += w * x.x, lo.y += w * x.y, lo.z += w * x.z, lo.w += w * x.w;
-            hi.x += w * y.x, hi.y += w * y.y, hi.z += w * y.z, hi.w += w * y.w;
-          }
-          store_out(t, out_row, k, lo, hi, 1.0f / (h ? all[1] : all[0]));
+          store_quad(t, out_row, k, quad % THREADS, r, 1.0f / sum);
         }
       }
     }
     pos = seg_end;
-    if (size > 1) {
-      // Peers may still read this CTA's accumulators; the ring that takes their place is written by bulk copies.
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-      cluster_sync();
-    }
+    // The ring that takes acc's place is written by bulk copies.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (size > 1) cluster_wait();
     if (pos >= stop) return;
     do b++;
     while (a.kv_indptr[b + 1] - base <= pos);

@@ -24,27 +24,66 @@ QK_DIM = 576
 LATENT_DIM = 512
 TOKEN_BYTES = QK_DIM // 2
 SCALE_BLOCKS = QK_DIM // 32
-THREADS = 128
-STEP = 16  # tokens of one pass through the kernel's loop
-MAX_CLUSTER = 8  # the largest cluster that every Hopper GPU takes
-CTAS_PER_SM = 3
-PART_BYTES = HEADS * LATENT_DIM * 4
+MIN_SCALE_PITCH, MAX_SCALE_PITCH = SCALE_BLOCKS, 32  # bytes between two tokens' scales that the kernel reads in place
+MAX_CLUSTER = 16  # over 8 is not portable, but every Hopper GPU so far takes it
 ARRIVALS_PER_SEQUENCE = 16  # counters, one per rank of a cluster
-MAX_SCALE_BYTES = 1 << 31  # the kernel's offsets into the scales have 32 bits
+EARLY = True  # begin while the launch ahead on the queue still ends; the kernel waits for it
 SOURCE = Path(__file__).with_name("hopper.cu")
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Compile-time constants of the kernel."""
+
+    warps: int
+    ctas_per_sm: int
+    stages: int
+
+    @property
+    def step(self) -> int:
+        """Tokens of one pass through the kernel's loop."""
+        return 4 * self.warps
+
+    def shared_bytes(self, scale_pitch: int) -> int:
+        """Size of `Shared` in hopper.cu, which asserts that it is the same."""
+        fragments = 2 * (self.warps // 2)
+        ring = self.stages * (self.step * (TOKEN_BYTES + scale_pitch) + 16)
+        size = max(ring, HEADS * LATENT_DIM * 4) + 15 & ~15
+        size += self.warps * (fragments + 2) * 32 * 8 + fragments * 32 * 4 + 2 * 32 * self.warps * 16
+        size += (2 * (self.warps // 2) + 2) * HEADS * 4
+        size = (size + 7 & ~7) + 8 * self.stages + 8
+        return size + 15 & ~15
+
+    def options(self, scale_pitch: int) -> tuple[str, ...]:
+        """NVRTC options."""
+        return (
+            "--gpu-architecture=sm_90",
+            "--std=c++17",
+            f"-DWARPS={self.warps}",
+            f"-DCTAS_PER_SM={self.ctas_per_sm}",
+            f"-DSTAGES={self.stages}",
+            f"-DSCALE_PITCH={scale_pitch}",
+            f"-DSHARED_BYTES={self.shared_bytes(scale_pitch)}",
+        )
+
+
+BUILDS = {8: Build(8, 2, 4), 4: Build(4, 3, 6)}
 
 
 @dataclass(frozen=True, slots=True)
 class HopperPlan:
     """How the launch is cut."""
 
-    cluster: int  # CTAs that share a segment and merge through shared memory: 1, 2, 4 or 8
+    cluster: int  # CTAs that share a segment and merge through shared memory: 1, 2, 4, 8 or 16
     clusters: int  # clusters in the grid; each takes an equal share of all tokens
+    warps: int = 8  # warps of a CTA: 8 (two CTAs an SM, 32 tokens a step) or 4 (three CTAs, 16 tokens)
 
     def __post_init__(self) -> None:
         """Refuse what the kernel cannot run."""
-        if self.cluster not in (1, 2, 4, 8):
-            raise ValueError(f"HopperPlan.cluster: expected 1, 2, 4 or 8, got {self.cluster}")
+        if self.cluster not in (1, 2, 4, 8, MAX_CLUSTER):
+            raise ValueError(f"HopperPlan.cluster: expected 1, 2, 4, 8 or 16, got {self.cluster}")
+        if self.warps not in BUILDS:
+            raise ValueError(f"HopperPlan.warps: expected one of {tuple(BUILDS)}, got {self.warps}")
         if not 1 <= self.clusters <= 1 << 16:
             raise ValueError(f"HopperPlan.clusters: expected 1..65536, got {self.clusters}")
 
@@ -60,8 +99,6 @@ class _Args(ctypes.Structure):
         ("parts", ctypes.c_void_p),
         ("part_stats", ctypes.c_void_p),
         ("arrivals", ctypes.c_void_p),
-        ("scale_row_stride", ctypes.c_int),
-        ("scale_col_stride", ctypes.c_int),
         ("log2_scale", ctypes.c_float),
         ("batch", ctypes.c_int),
     )
@@ -75,16 +112,16 @@ def choose_plans(batch: int, total_kv: int, num_sms: int) -> list[HopperPlan]:
         total_kv: tokens of all sequences.
         num_sms: multiprocessors of the device.
     """
-    slots = num_sms * CTAS_PER_SM
-    steps = max(1, -(-total_kv // STEP))
     plans: list[HopperPlan] = []
-    for cluster in (1, 2, 4, 8):
-        for ctas in (slots, num_sms * 2, num_sms):
-            clusters = max(1, min(ctas // cluster, steps // cluster))
-            for count in (clusters, clusters // batch * batch):
-                plan = HopperPlan(cluster, count) if count else None
-                if plan and plan not in plans:
-                    plans.append(plan)
+    for warps, build in BUILDS.items():
+        steps = max(1, -(-total_kv // build.step))
+        for cluster in (1, 2, 4, 8, 16):
+            for ctas in (num_sms * build.ctas_per_sm, num_sms * 2, num_sms):
+                clusters = max(1, min(ctas // cluster, steps // cluster))
+                for count in (clusters, clusters // batch * batch):
+                    plan = HopperPlan(cluster, count, warps) if count else None
+                    if plan and plan not in plans:
+                        plans.append(plan)
     return plans
 
 
@@ -93,7 +130,7 @@ class _Workspace:
     """Scratch of one CUDA queue: calls on one queue never overlap, so they share it."""
 
     parts: torch.Tensor  # float32 [2 clusters, 16, 512]
-    stats: torch.Tensor  # float32 [2 clusters, 2, 16]
+    stats: torch.Tensor  # float32 [2 clusters, 16 ranks, 2, 16]
     arrivals: torch.Tensor  # int32 [batch, 16], zero between launches
 
     def holds(self, batch: int, clusters: int) -> bool:
@@ -102,7 +139,7 @@ class _Workspace:
 
 def _parts(clusters: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     parts = torch.empty((2 * clusters, HEADS, LATENT_DIM), dtype=torch.float32, device=device)
-    return parts, torch.empty((2 * clusters, 2, HEADS), dtype=torch.float32, device=device)
+    return parts, torch.empty((2 * clusters, MAX_CLUSTER, 2, HEADS), dtype=torch.float32, device=device)
 
 
 class _ZeroArena:
@@ -133,18 +170,19 @@ class _ZeroArena:
 
 
 @cache
-def load_kernel(device_index: int, options: tuple[str, ...] = ()) -> nvrtc.Kernel:
+def load_kernel(device_index: int, warps: int, scale_pitch: int) -> nvrtc.Kernel:
     """The kernel for one device, compiled on the first call.
 
     Args:
         device_index: CUDA device.
-        options: further NVRTC options, such as -DSTAGES=3.
+        warps: which of `BUILDS`.
+        scale_pitch: bytes from one token's scales to the next.
     """
+    build = BUILDS[warps]
     with torch.cuda.device(device_index):
         torch.cuda.current_stream()  # makes torch's context current in this thread
-        base = ("--gpu-architecture=sm_90", "--std=c++17", f"-DCTAS_PER_SM={CTAS_PER_SM}")
-        cubin = nvrtc.compile_cubin(SOURCE.read_text(), SOURCE.name, base + options)
-        return nvrtc.Kernel(cubin, "mla_decode_mxfp4", _Args, THREADS)
+        cubin = nvrtc.compile_cubin(SOURCE.read_text(), SOURCE.name, build.options(scale_pitch))
+        return nvrtc.Kernel(cubin, "mla_decode_mxfp4", _Args, 32 * warps, build.shared_bytes(scale_pitch))
 
 
 class HopperBackend:
@@ -155,7 +193,7 @@ class HopperBackend:
     def __init__(self) -> None:
         """Nothing is compiled or allocated before the first run."""
         self._workspaces: dict[tuple[int, int], _Workspace] = {}
-        self._launches: dict[tuple[int, HopperPlan], nvrtc.PreparedLaunch] = {}
+        self._launches: dict[tuple[HopperPlan, int, int, int], nvrtc.PreparedLaunch] = {}
         self._arenas: dict[int, _ZeroArena] = {}
 
     def supports(self, problem: Any) -> str | None:
@@ -168,9 +206,6 @@ class HopperBackend:
             return f"one query token per sequence only, not {problem.total_q} for {problem.batch} sequences"
         if getattr(problem, "kv_row_bytes", TOKEN_BYTES) != TOKEN_BYTES:
             return f"rows of the cache must be {TOKEN_BYTES} bytes apart, not {problem.kv_row_bytes}"
-        rows, cols = getattr(problem, "scale_strides", (SCALE_BLOCKS, 1))
-        if problem.total_kv * abs(rows) + SCALE_BLOCKS * abs(cols) >= MAX_SCALE_BYTES:
-            return f"the scales span over {MAX_SCALE_BYTES} bytes"
         try:
             nvrtc.load_nvrtc()
         except OSError as error:
@@ -203,6 +238,9 @@ class HopperBackend:
             q = q.clone(memory_format=torch.contiguous_format)
         if indptr.dtype != torch.int32 or not indptr.is_contiguous():
             indptr = indptr.to(torch.int32).contiguous()
+        pitch, col_stride = scale.stride()
+        if col_stride != 1 or not MIN_SCALE_PITCH <= pitch <= MAX_SCALE_PITCH:
+            scale = scale[:, :SCALE_BLOCKS].contiguous()  # a second launch, for layouts that nobody is known to use
         device = q.device
         if device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
@@ -221,10 +259,13 @@ class HopperBackend:
     ) -> torch.Tensor:
         index = q.device.index
         queue = torch.cuda.current_stream().cuda_stream
-        launch = self._launches.get((index, plan))
+        # A launch's argument struct is filled anew at each call, so two queues must not share one.
+        key = (plan, scale.stride(0), index, queue)
+        launch = self._launches.get(key)
         if launch is None:
-            launch = load_kernel(index).prepare(plan.cluster * plan.clusters, plan.cluster)
-            self._launches[index, plan] = launch
+            kernel = load_kernel(index, plan.warps, scale.stride(0))
+            launch = kernel.prepare(plan.cluster * plan.clusters, plan.cluster, EARLY)
+            self._launches[key] = launch
         space = self._workspace(index, queue, batch, plan.clusters, q.device)
         out = torch.empty((batch, HEADS, LATENT_DIM), dtype=torch.bfloat16, device=q.device)
         args = launch.args
@@ -232,7 +273,6 @@ class HopperBackend:
         args.kv_indptr, args.out = indptr.data_ptr(), out.data_ptr()
         args.parts, args.part_stats = space.parts.data_ptr(), space.stats.data_ptr()
         args.arrivals = space.arrivals.data_ptr()
-        args.scale_row_stride, args.scale_col_stride = scale.stride()
         args.log2_scale, args.batch = sm_scale * math.log2(math.e), batch
         launch(queue)
         return out

@@ -41,7 +41,11 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
+# CUlaunchAttributeID and CUfunction_attribute of the CUDA driver API.
 _ATTRIBUTE_CLUSTER_DIMENSION = 4
+_ATTRIBUTE_PROGRAMMATIC_SERIALIZATION = 6
+_MAX_DYNAMIC_SHARED_BYTES = 8
+_NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 
 
 def nvrtc_candidates() -> list[str]:
@@ -154,7 +158,9 @@ def compile_cubin(source: str, name: str, options: tuple[str, ...]) -> bytes:
 class Kernel:
     """One loaded kernel that takes one struct by value."""
 
-    def __init__(self, cubin: bytes, name: str, args_type: type[ctypes.Structure], threads: int) -> None:
+    def __init__(
+        self, cubin: bytes, name: str, args_type: type[ctypes.Structure], threads: int, shared_bytes: int = 0
+    ) -> None:
         """Load `name` from `cubin` into the current CUDA context.
 
         Args:
@@ -162,21 +168,34 @@ class Kernel:
             name: the kernel's extern "C" name.
             args_type: the struct that is its only parameter.
             threads: threads of a CTA.
+            shared_bytes: dynamic shared memory of a CTA.
         """
         self._driver = load_driver()
         self._module = ctypes.c_void_p()
         self._function = ctypes.c_void_p()
-        self._threads = threads
+        self.threads = threads
+        self.shared_bytes = shared_bytes
         self.args_type = args_type
         _check(self._driver.cuModuleLoadData(ctypes.byref(self._module), cubin), "cuModuleLoadData")
         _check(
             self._driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()),
             "cuModuleGetFunction",
         )
+        for attribute, value in (
+            (_MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
+            (_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
+        ):
+            _check(self._driver.cuFuncSetAttribute(self._function, attribute, value), "cuFuncSetAttribute")
 
-    def prepare(self, grid: int, cluster: int) -> PreparedLaunch:
-        """A launch of `grid` CTAs in clusters of `cluster`, its argument struct open to be filled."""
-        return PreparedLaunch(self, grid, cluster)
+    def prepare(self, grid: int, cluster: int, early: bool = False) -> PreparedLaunch:
+        """A launch of `grid` CTAs in clusters of `cluster`, its argument struct open to be filled.
+
+        Args:
+            grid: CTAs.
+            cluster: CTAs of a cluster.
+            early: the grid may begin before the one ahead on its queue ends; the kernel must then wait for that one.
+        """
+        return PreparedLaunch(self, grid, cluster, early)
 
     def max_clusters(self, cluster: int) -> int:
         """How many clusters of `cluster` CTAs the device holds at once."""
@@ -194,17 +213,26 @@ class Kernel:
 class PreparedLaunch:
     """Everything of a launch that does not change between calls, laid out once."""
 
-    def __init__(self, kernel: Kernel, grid: int, cluster: int) -> None:
+    def __init__(self, kernel: Kernel, grid: int, cluster: int, early: bool) -> None:
         """See `Kernel.prepare`."""
         self.kernel = kernel
         self.args = kernel.args_type()
-        self._attribute = _LaunchAttribute(id=_ATTRIBUTE_CLUSTER_DIMENSION)
-        self._attribute.value[0:3] = [cluster, 1, 1]
+        self._attributes = (_LaunchAttribute * 2)()
+        count = 0
+        if cluster > 1:
+            self._attributes[count].id = _ATTRIBUTE_CLUSTER_DIMENSION
+            self._attributes[count].value[0:3] = [cluster, 1, 1]
+            count += 1
+        if early:
+            self._attributes[count].id = _ATTRIBUTE_PROGRAMMATIC_SERIALIZATION
+            self._attributes[count].value[0] = 1
+            count += 1
         self.config = _LaunchConfig(
             grid=(grid, 1, 1),
-            block=(kernel._threads, 1, 1),
-            attributes=ctypes.pointer(self._attribute),
-            num_attributes=1 if cluster > 1 else 0,
+            block=(kernel.threads, 1, 1),
+            shared_bytes=kernel.shared_bytes,
+            attributes=self._attributes,
+            num_attributes=count,
         )
         self._params = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
         self._call = kernel._driver.cuLaunchKernelEx
