@@ -120,8 +120,8 @@ def flush_bytes(device: torch.device | int | None = None) -> int:
     return max(last_level, floor)
 
 
-# The contest's own flush writes 62.5 GiB and keeps the device busy for milliseconds, which hides the host's share of the
-# call that is queued behind it. 2 GiB, half a millisecond on an H200, hide an ordinary launch path as well.
+# The contest's own flush writes 62.5 GiB and keeps the device busy for milliseconds, which hides the host's share of
+# the call that is queued behind it. 2 GiB, half a millisecond on an H200, hide an ordinary launch path as well.
 FLUSH_WRITTEN_BYTES = 2048 * MIB
 
 _flush_buffers: dict[int, torch.Tensor] = {}
