@@ -149,6 +149,16 @@ def test_packed_bfloat16_and_float16_conversions() -> None:
         assert (np.abs(away.astype(np.float32)) >= np.abs(a[finite])).all()
 
 
+def test_bfloat16_rounds_ties_to_even() -> None:
+    """Values half way between two bfloat16 numbers, and next to half way."""
+    upper = np.arange(64, dtype=np.uint32) + 0x3F80
+    for lower in (0x7FFF, 0x8000, 0x8001):
+        bits = upper << 16 | lower
+        result, _ = execute("v_cvt_pk_bf16_f32 v4, v8, v8", bits[None])
+        rounded_up = (lower > 0x8000) | ((lower == 0x8000) & (upper & 1 == 1))
+        np.testing.assert_array_equal(result[0] & 0xFFFF, upper + rounded_up)
+
+
 def test_integer_and_float_conversions_truncate_and_saturate() -> None:
     values = np.resize(np.array([0, -0.5, 1.9, -1.9, 3e9, -3e9, 5e9, np.nan, np.inf, -np.inf, 12345.7], np.float32), 64)
     body = "v_cvt_u32_f32 v4, v8\nv_cvt_i32_f32 v5, v8"

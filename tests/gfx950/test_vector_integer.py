@@ -228,6 +228,30 @@ def test_sdwa_selects_parts_of_registers(select: str, unused: str) -> None:
         assert int(result[0, lane]) == expected & MASK, lane
 
 
+def test_sdwa_select_takes_parts_of_both_sources() -> None:
+    sources = pattern(24, 2)
+    body = """
+        v_cmp_lt_u32 vcc, v8, v9
+        v_cndmask_b32_sdwa v4, v8, v9, vcc dst_sel:DWORD src0_sel:BYTE_2 src1_sel:WORD_1
+    """
+    result, _ = execute(body, sources)
+    first, second = sources[0] >> 16 & 0xFF, sources[1] >> 16
+    np.testing.assert_array_equal(result[0], np.where(sources[0] < sources[1], second, first))
+
+
+@pytest.mark.parametrize("select", ["BYTE_0", "WORD_1"])
+def test_sdwa_compare_takes_parts_of_registers(select: str) -> None:
+    sources = pattern(26, 2)
+    result, _ = execute(
+        f"v_cmp_lt_i32_sdwa s[20:21], sext(v8), v9 src0_sel:{select} src1_sel:{select}", sources, ("s20", "s21")
+    )
+    bits, shift = (8, 0) if select == "BYTE_0" else (16, 16)
+    mask = int(result[0, 0]) | int(result[1, 0]) << 32
+    for lane in range(64):
+        a, b = (int(row[lane]) >> shift & ((1 << bits) - 1) for row in sources)
+        assert bool(mask >> lane & 1) == (signed(a, bits) < b)
+
+
 LANE = np.arange(64)
 DPP_SOURCES = {
     "quad_perm:[1,0,3,2]": LANE ^ 1,
