@@ -382,6 +382,11 @@ def generate_input(
     return assemble_input(q, kv, [kvseqlen] * batchsize)
 
 
+def output_shape(data: input_t) -> tuple[int, int, int]:
+    """(total_q, heads, dims) of the output for this input."""
+    return (data[0].shape[0], data[0].shape[1], data[4]["v_head_dim"])
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Ground truth
 

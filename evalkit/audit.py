@@ -19,10 +19,17 @@ from typing import Any
 
 import torch
 
-import eval as harness
 import reference
 from evalkit import inputs, lint
+from evalkit.cases import Case, hidden_seed, manifest_cases
+from evalkit.judge import STRICT_REL_L2, Judge, Verdict, tolerances
 from evalkit.person import Screen, backend, header_lines, wrap
+from evalkit.protocol import EXIT_CHECK, EXIT_PASS, EXIT_USAGE, ResultPipe, escape
+from evalkit.report import environment, write_json
+from evalkit.running import Run, inspection_error
+from evalkit.supervisor import REQUEST_LIMIT_S, Nursery, WorkerFailure, memory_files
+from evalkit.timing import time_error, timed_answer
+from evalkit.transport import call, give_input, output_error, read_output
 
 # Shapes on a CPU, where an interpreted kernel takes about a second a call: odd, and shorter than a tile and longer.
 CPU_SHAPES = ((4, 129), (5, 67), (2, 200))
@@ -55,13 +62,13 @@ class Check:
 class Audit:
     """One audit of one file."""
 
-    run: harness.Run
+    run: Run
     on_check: Callable[[Check], None] = lambda check: None
     on_progress: Callable[[str], None] = lambda text: None
     checks: list[Check] = field(default_factory=list)
     cache: str = ""
     worst_rel_l2: float = 0.0
-    worst_limit: float = harness.STRICT_REL_L2
+    worst_limit: float = STRICT_REL_L2
     format_error: float = 0.0
     contest: str = ""
     pick: dict[str, Any] | None = None
@@ -73,9 +80,9 @@ class Audit:
         self.shapes = GPU_SHAPES if cuda else CPU_SHAPES
         self.device = torch.device(self.run.device)
         # Fresh from the operating system unless a number is asked for, so that nothing can be prepared.
-        self.seed = secrets.randbits(48) if self.run.secret is None else harness.hidden_seed(self.run.key, 1)
+        self.seed = secrets.randbits(48) if self.run.secret is None else hidden_seed(self.run.key, 1)
         self._next_slot = 0
-        self._inputs: dict[str, tuple[int, Any, harness.Judge]] = {}
+        self._inputs: dict[str, tuple[int, Any, Judge]] = {}
         self._outputs: dict[str, Any] = {}
         self._call_notes: dict[str, list[str]] = {"changed": [], "aliased": [], "malformed": []}
         self._calls = 0
@@ -84,13 +91,13 @@ class Audit:
     # -- calling and judging
 
     def fresh_seed(self) -> int:
-        self.seed = harness.hidden_seed(self.run.key, self.seed)
+        self.seed = hidden_seed(self.run.key, self.seed)
         return self.seed
 
     def give(self, data: Any, over: int | None = None) -> int:
         """Hand an input to the worker: its slot."""
         slot, self._next_slot = self._next_slot, self._next_slot + 1
-        harness.give_input(self.worker, slot, data, over)
+        give_input(self.worker, slot, data, over)
         return slot
 
     def outputs(
@@ -98,7 +105,7 @@ class Audit:
     ) -> list[Any]:
         """Call once per slot; every output must be well-formed, and what the call touched is noted."""
         first = self._calls == 0
-        results = harness.call(
+        results = call(
             self.worker,
             slots,
             datas,
@@ -106,7 +113,7 @@ class Audit:
             poison=True,
             pause_s=pause_s,
             hold=hold,
-            limit_s=self.run.first_call_limit_s if first else harness.REQUEST_LIMIT_S,
+            limit_s=self.run.first_call_limit_s if first else REQUEST_LIMIT_S,
         )
         self._calls += len(slots)
         for result in results:
@@ -122,25 +129,25 @@ class Audit:
             self._call_notes["aliased"].append("another call's output")
         return results
 
-    def judged(self, data: Any, output: Any, judge: harness.Judge | None = None, what: str = "") -> harness.Verdict:
+    def judged(self, data: Any, output: Any, judge: Judge | None = None, what: str = "") -> Verdict:
         """The strict verdict; Refused when a row is off."""
-        judge = judge or harness.Judge(data, self.run.tolerance)
+        judge = judge or Judge(data, self.run.tolerance)
         verdict = judge.strict(output, self.cache, complete=not self.cache)
         if not verdict.passed:
             raise Refused(f"{what}{verdict.message}")
         self.keep_worst(verdict)
         return verdict
 
-    def keep_worst(self, verdict: harness.Verdict) -> None:
+    def keep_worst(self, verdict: Verdict) -> None:
         """Remember the row that came closest to its own limit."""
         if verdict.worst_rel_l2 / verdict.limit > self.worst_rel_l2 / self.worst_limit:
             self.worst_rel_l2, self.worst_limit = verdict.worst_rel_l2, verdict.limit
 
-    def known(self, kind: str) -> tuple[int, Any, harness.Judge]:
+    def known(self, kind: str) -> tuple[int, Any, Judge]:
         """An input of this kind in the first shape, made once: (slot, data, judge)."""
         if kind not in self._inputs:
             data = inputs.make(kind, *self.shapes[0], self.fresh_seed(), self.device)
-            self._inputs[kind] = (self.give(data), data, harness.Judge(data, self.run.tolerance))
+            self._inputs[kind] = (self.give(data), data, Judge(data, self.run.tolerance))
         return self._inputs[kind]
 
     def output_of(self, kind: str) -> Any:
@@ -217,7 +224,7 @@ class Audit:
             raise Refused(f"rows differ by {error:.3g} from the swapped ones, expected <= {UNTOUCHED_REL_L2}")
         return f"rows {a} and {b} changed places, all rows within {error:.1e}"
 
-    def visible_change(self, data: Any, judge: harness.Judge) -> tuple[Any, int, int, Any]:
+    def visible_change(self, data: Any, judge: Judge) -> tuple[Any, int, int, Any]:
         """Change one random token such that some head must see it: (new input, sequence, position, row's errors)."""
         batch, kv_len = self.shapes[0]
         start, position = self.fresh_seed() % batch, self.fresh_seed() % kv_len
@@ -225,7 +232,7 @@ class Audit:
         for offset in range(batch):
             sequence = (start + offset) % batch
             other = inputs.one_token_changed(data, sequence, position, self.fresh_seed())
-            wanted = reference.relative_l2(harness.Judge(other).truth("bf16"), judge.truth("bf16"))[sequence]
+            wanted = reference.relative_l2(Judge(other).truth("bf16"), judge.truth("bf16"))[sequence]
             if float(wanted.max()) > 2 * UNTOUCHED_REL_L2:
                 return other, sequence, position, wanted
         raise RuntimeError("no sequence sees the changed token")
@@ -323,11 +330,11 @@ class Audit:
         results = self.outputs(slots, datas, hold=[0, 1])
         for i, (data, result) in enumerate(zip(datas, results, strict=True)):
             self.judged(data, result.output, what=f"output {i + 1} of 2 held together: ")
-        shape = harness.output_shape(datas[0])
+        shape = reference.output_shape(datas[0])
         size = 2 * shape[0] * shape[1] * shape[2]
-        with harness.memory_files(size) as (fd,):
+        with memory_files(size) as (fd,):
             answer = self.worker.request("reread", [fd], hold=0, bytes=size)
-            again = harness.read_output(fd, 0, shape, self.device)
+            again = read_output(fd, 0, shape, self.device)
         if not answer.get("saved") or not torch.equal(again.view(torch.int16), results[0].output.view(torch.int16)):
             raise Refused("an output that was held changed in a later call: calls share one output tensor")
         return "both stay right"
@@ -344,11 +351,11 @@ class Audit:
     def check_house(self) -> str:
         """Nothing that the evaluator relies on was replaced, closed or left running."""
         found = self.worker.request("inspect", limit_s=60.0)
-        error = harness.inspection_error(found)
+        error = inspection_error(found)
         if error:
             raise Refused(error)
         self.pick = found.get("pick") if isinstance(found.get("pick"), dict) else None
-        threads = [harness.escape(str(name), 40) for name in found.get("threads", [])]
+        threads = [escape(str(name), 40) for name in found.get("threads", [])]
         return "clocks, torch and descriptors untouched" + (f"; threads alive: {', '.join(threads)}" if threads else "")
 
     def check_time(self) -> str:
@@ -356,22 +363,22 @@ class Audit:
         if self.run.device != "cuda":
             return "not on a CPU: nothing is timed here"
         evidence = []
-        cases = harness.manifest_cases("benchmarks")
+        cases = manifest_cases("benchmarks")
         shown = {cases[0].shape: cases[0], cases[-1].shape: cases[-1]}
         for case in shown.values():
             args: dict[str, Any] = {k: v for k, v in case.args.items() if k != "seed"}
-            seeds = [harness.hidden_seed(self.run.key, self.fresh_seed()) for _ in range(TIMED_RUNS)]
+            seeds = [hidden_seed(self.run.key, self.fresh_seed()) for _ in range(TIMED_RUNS)]
             self.worker.request("generate", slot=10_000, args={**args, "seed": seeds[0]})
             data = reference.generate_input(**args, seed=seeds[0])
-            (result,) = harness.call(self.worker, [10_000], [data], limit_s=self.run.first_call_limit_s)
+            (result,) = call(self.worker, [10_000], [data], limit_s=self.run.first_call_limit_s)
             if result.error:
                 raise Refused(result.error)
             self.judged(data, result.output, what=f"{case.shape}: ")
             evidence.append(self._timed(case, args, data, seeds))
         return "; ".join(evidence)
 
-    def _timed(self, case: harness.Case, args: dict[str, Any], data: Any, seeds: list[int]) -> str:
-        shape = harness.output_shape(data)
+    def _timed(self, case: Case, args: dict[str, Any], data: Any, seeds: list[int]) -> str:
+        shape = reference.output_shape(data)
         size = 2 * shape[0] * shape[1] * shape[2]
         common: dict[str, Any] = {
             "slot": 10_000,
@@ -382,20 +389,20 @@ class Audit:
             "max_wall_s": 100.0,
             "spent_s": 0.0,
         }
-        with harness.memory_files(size * len(seeds)) as (fd,):
+        with memory_files(size * len(seeds)) as (fd,):
             # One warm round first, so that the clocks and the allocator have settled.
             self.worker.request("time", [fd], **common, seeds=None, save=False, inclusive=False)
             answer = self.worker.request("time", [fd], **common, seeds=seeds, save=True, inclusive=False)
             if answer.get("problem"):
-                raise Refused(f"in a timed run: {harness.output_error(answer['problem'], shape, 'cuda')}")
-            durations, _ = harness.timed_answer(answer, inclusive=False)
+                raise Refused(f"in a timed run: {output_error(answer['problem'], shape, 'cuda')}")
+            durations, _ = timed_answer(answer, inclusive=False)
             for i in range(min(len(durations), len(seeds))):
                 again = reference.generate_input(**args, seed=seeds[i])
-                output = harness.read_output(fd, i * size, shape, self.device)
+                output = read_output(fd, i * size, shape, self.device)
                 self.judged(again, output, what=f"{case.shape}, timed run {i + 1}: ")
             answer = self.worker.request("time", [fd], **common, seeds=None, save=False, inclusive=True)
-        inclusive, walls = harness.timed_answer(answer, inclusive=True)
-        error = harness.time_error(case, durations, inclusive, walls, self.run.card)
+        inclusive, walls = timed_answer(answer, inclusive=True)
+        error = time_error(case, durations, inclusive, walls, self.run.card)
         if error:
             raise Refused(f"{case.shape}: {error}")
         typical = sorted(durations)[len(durations) // 2] / 1e3
@@ -412,8 +419,8 @@ class Audit:
         try:
             (result,) = self.outputs([self.give(data)], [data])
             self.judged(data, result.output)
-        except (Refused, harness.WorkerFailure) as error:
-            if isinstance(error, harness.WorkerFailure) and error.kind != "submission":
+        except (Refused, WorkerFailure) as error:
+            if isinstance(error, WorkerFailure) and error.kind != "submission":
                 return Check(name, False, f"lengths {lengths}: the worker {error}", counts=False)
             return Check(name, False, f"lengths {lengths}: {error}", counts=False)
         return Check(name, True, f"lengths {lengths} are right too", counts=False)
@@ -426,12 +433,12 @@ class Audit:
             with self.run.worker() as self.worker:
                 try:
                     self.run.load(self.worker)
-                except harness.WorkerFailure as failure:
+                except WorkerFailure as failure:
                     self.load_error = str(failure)
                     self._note(Check("load", False, self.load_error))
                     return "unloadable"
                 self._all_checks()
-        except harness.WorkerFailure as failure:
+        except WorkerFailure as failure:
             self._note(Check("worker", False, str(failure)))
         finally:
             self.run.close()
@@ -444,7 +451,7 @@ class Audit:
                 check = Check(title, True, method(self))
             except Refused as refused:
                 check = Check(title, False, str(refused))
-            except harness.WorkerFailure as failure:
+            except WorkerFailure as failure:
                 # An exception of the submission leaves the worker alive; anything else ended it.
                 check = Check(
                     title, False, f"the submission {failure}" if failure.kind != "submission" else str(failure)
@@ -502,8 +509,8 @@ def document(audit: Audit, verdict: str, code: int, findings: list[lint.Finding]
         "lint": [{"severity": f.severity, "rule": f.rule, "line": f.line, "text": f.text} for f in findings],
         "mode": "audit",
         "submission": audit.run.submission.name,
-        "environment": harness.environment(audit.run.device),
-        "tolerances": harness.tolerances(audit.run.tolerance),
+        "environment": environment(audit.run.device),
+        "tolerances": tolerances(audit.run.tolerance),
         "pick": audit.pick,
         "exit_code": code,
     }
@@ -514,15 +521,15 @@ def main(
     device: str,
     submission: Path,
     secret: int | None,
-    pipe: harness.ResultPipe | None,
-    nursery: harness.Nursery | None = None,
+    pipe: ResultPipe | None,
+    nursery: Nursery | None = None,
     own_process: bool = False,
 ) -> int:
     """Audit one file, print a table or speak the protocol, and return the exit code."""
     began = time.monotonic()
     screen = Screen()
     quiet = pipe is not None
-    run = harness.Run(
+    run = Run(
         "audit",
         submission,
         device,
@@ -544,7 +551,7 @@ def main(
         screen.line()
         audit.on_progress = lambda text: screen.transient(f"{text} ... ({time.monotonic() - began:.0f} s)")
     verdict = audit.perform()
-    code = {"honest": harness.EXIT_PASS, "unloadable": harness.EXIT_USAGE}.get(verdict, harness.EXIT_CHECK)
+    code = {"honest": EXIT_PASS, "unloadable": EXIT_USAGE}.get(verdict, EXIT_CHECK)
     content = submission.read_bytes()
     guarded, remark = lint.kernelguard_findings(content)
     findings = [*lint.lint_bytes(content), *guarded]
@@ -553,11 +560,11 @@ def main(
     else:
         _show(screen, audit, verdict, findings, remark, time.monotonic() - began)
     if options.json is not None:
-        harness.write_json(options.json, document(audit, verdict, code, findings))
+        write_json(options.json, document(audit, verdict, code, findings))
     return code
 
 
-def _log(pipe: harness.ResultPipe, audit: Audit, verdict: str, code: int) -> None:
+def _log(pipe: ResultPipe, audit: Audit, verdict: str, code: int) -> None:
     pipe.log("test-count", len(audit.checks))
     for i, check in enumerate(audit.checks):
         pipe.log(f"test.{i}.spec", check.name)
@@ -565,7 +572,7 @@ def _log(pipe: harness.ResultPipe, audit: Audit, verdict: str, code: int) -> Non
         pipe.log(f"test.{i}.{'message' if check.passed else 'error'}", check.evidence, optional=True)
     pipe.log("audit.verdict", verdict)
     pipe.log("audit.cache", audit.cache)
-    pipe.log("check", "pass" if code == harness.EXIT_PASS else "fail")
+    pipe.log("check", "pass" if code == EXIT_PASS else "fail")
 
 
 def _show(

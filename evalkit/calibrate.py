@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-import eval as harness
 import reference
 from evalkit import inputs
+from evalkit.judge import Judge
 
 
 def attention(data: Any, cache: str, q: torch.Tensor, weights_as: str = "exact", splits: int = 1) -> torch.Tensor:
     """bf16 output of an honest kernel with the given queries (float32), rounding of the weights, and splits."""
     _, kv_data, _, kv_indptr, config = data
     bounds = kv_indptr.tolist()
-    out = torch.zeros(harness.output_shape(data), device=q.device)
+    out = torch.zeros(reference.output_shape(data), device=q.device)
     for i in range(len(bounds) - 1):
         kv = cache_rows(kv_data, cache, bounds[i], bounds[i + 1])
         parts, sizes = [], []
@@ -117,7 +117,7 @@ def main(argv: list[str] | None = None) -> int:
     for seed in range(options.first, options.first + options.seeds):
         for kind in options.kinds:
             data = inputs.make(kind, options.batch, options.kv, 1_000_003 * seed + 17)
-            judge = harness.Judge(data)
+            judge = Judge(data)
             for name, cache, round_q, weights_as, splits in VARIANTS:
                 output = attention(data, cache, round_q(data[0]), weights_as, splits)
                 verdict = judge.strict(output)

@@ -11,7 +11,12 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
-import eval as harness
+from evalkit.cases import Case, SpecError
+from evalkit.judge import tolerances
+from evalkit.protocol import EXIT_PASS
+from evalkit.report import environment
+from evalkit.running import CaseResult, Reporter, Run
+from evalkit.timing import geometric_mean
 
 WIDTH = 100
 # Backends that a pick holds the others against.
@@ -124,8 +129,8 @@ def seconds(value: float | None) -> str:
 
 def header_lines(device: str, tolerance: float) -> list[str]:
     """Card, versions and the active tolerances."""
-    found = harness.environment(device)
-    limits = harness.tolerances(tolerance)
+    found = environment(device)
+    limits = tolerances(tolerance)
     versions = [
         f"{name} {found[name]}" for name in ("torch", "triton", "aiter", "amd-aiter", "python") if name in found
     ]
@@ -159,21 +164,21 @@ def card_clocks() -> str:
     return f"SM {parts[0]}, memory {parts[1]}, power limit {parts[2]}" if len(parts) == 3 else ""
 
 
-class PersonReporter(harness.Reporter):
+class PersonReporter(Reporter):
     """Progress and tables for one run."""
 
     def __init__(self, screen: Screen, explain: bool, compare: dict[str, Any] | None) -> None:
         self.screen = screen
         self.explain = explain
         self.compare = compare
-        self.run: harness.Run | None = None
-        self.cases: list[harness.Case] = []
+        self.run: Run | None = None
+        self.cases: list[Case] = []
         self.began = 0.0
         self.case_began = 0.0
         self.done_tokens = 0
         self.label = ""
 
-    def start(self, run: harness.Run, cases: list[harness.Case]) -> None:
+    def start(self, run: Run, cases: list[Case]) -> None:
         self.run, self.cases, self.began = run, cases, time.monotonic()
         line = self.screen.line
         what = {
@@ -201,7 +206,7 @@ class PersonReporter(harness.Reporter):
             line(text)
         line()
 
-    def case_started(self, index: int, case: harness.Case) -> None:
+    def case_started(self, index: int, case: Case) -> None:
         self.case_began = time.monotonic()
         self.label = f"[{index + 1}/{len(self.cases)}] {case.shape}"
         self.progress("starting a worker, importing the file")
@@ -214,7 +219,7 @@ class PersonReporter(harness.Reporter):
             expected = f", about {(self.case_began - self.began) * ahead / self.done_tokens:.0f} s to go"
         self.screen.transient(f"{self.label}: {text} ({now - self.began:.0f} s{expected})")
 
-    def case_done(self, index: int, result: harness.CaseResult) -> None:
+    def case_done(self, index: int, result: CaseResult) -> None:
         self.done_tokens += self.cases[index].tokens
         verdict = "pass" if result.passed else "FAIL"
         text = f"{self.label}: {verdict}"
@@ -231,14 +236,14 @@ class PersonReporter(harness.Reporter):
         if self.explain:
             self._explain(result)
 
-    def _explain(self, result: harness.CaseResult) -> None:
+    def _explain(self, result: CaseResult) -> None:
         if result.pick:
             for candidate in result.pick.get("candidates") or []:
                 self.screen.line("    " + shorten(_candidate_line(candidate), self.screen.width - 4))
         for text in result.printed.splitlines()[-12:]:
             self.screen.line("    | " + shorten(text, self.screen.width - 6))
 
-    def finish(self, run: harness.Run, results: list[harness.CaseResult], code: int) -> None:
+    def finish(self, run: Run, results: list[CaseResult], code: int) -> None:
         self.screen.line()
         if run.mode in ("benchmark", "leaderboard") and run.device == "cuda":
             self._times(results)
@@ -252,12 +257,12 @@ class PersonReporter(harness.Reporter):
         self.screen.line(f"{passed} of {len(results)} cases pass, in {time.monotonic() - self.began:.0f} s")
         if run.device == "cpu" and run.mode in ("benchmark", "leaderboard"):
             self.screen.line("No time is shown: this machine has no GPU to time on.")
-        if code != harness.EXIT_PASS:
+        if code != EXIT_PASS:
             self.screen.line(
                 f"next: `python eval.py audit --submission {run.submission.name}` tells what kind of error it is"
             )
 
-    def _checks(self, results: list[harness.CaseResult]) -> None:
+    def _checks(self, results: list[CaseResult]) -> None:
         columns = ["shape", "result", "contest", "worst rel. L2", "cache/q", "first call s", "backend"]
         rows = []
         for r in results:
@@ -268,12 +273,12 @@ class PersonReporter(harness.Reporter):
         self.screen.table(columns, rows, {3, 5})
         self._plans(results)
 
-    def _plans(self, results: list[harness.CaseResult]) -> None:
+    def _plans(self, results: list[CaseResult]) -> None:
         for r in results:
             if r.pick and r.pick.get("plan") not in (None, ""):
                 self.screen.line(shorten(f"  {r.shape} plan: {r.pick['plan']}", self.screen.width))
 
-    def _times(self, results: list[harness.CaseResult]) -> None:
+    def _times(self, results: list[CaseResult]) -> None:
         columns = ["shape", "mean us", "+-", "best", "runs", "GB/s", "% of card", "x fallback", "compile s", "pick s"]
         if self.compare is not None:
             columns.append("vs old")
@@ -294,7 +299,7 @@ class PersonReporter(harness.Reporter):
         self._plans(results)
         means = [r.stats.mean for r in results if r.stats is not None and r.passed]
         if means and len(means) == len(results):
-            self.screen.line(f"geometric mean: {harness.geometric_mean(means) / 1e3:.2f} us", style="bold")
+            self.screen.line(f"geometric mean: {geometric_mean(means) / 1e3:.2f} us", style="bold")
         else:
             self.screen.line("geometric mean: none, a case failed")
         self.screen.line("mean +- its standard error; GB/s counts one reading of the MXFP4 cache, q and the output")
@@ -312,13 +317,13 @@ def backend(pick: dict[str, Any] | None) -> str:
     return shorten(str(pick.get("backend", "-")), 24) if pick else "-"
 
 
-def pick_seconds(result: harness.CaseResult, key: str) -> str:
+def pick_seconds(result: CaseResult, key: str) -> str:
     """Seconds of compiling ("compile_s") or picking ("pick_s"), as the file reports them."""
     value = (result.pick or {}).get(key)
     return f"{value:.1f}" if isinstance(value, int | float) and math.isfinite(value) else "-"
 
 
-def over_fallback(result: harness.CaseResult) -> str:
+def over_fallback(result: CaseResult) -> str:
     """How many times faster than the fallback, where the file's pick timed both."""
     pick = result.pick or {}
     times: dict[bool, float] = {}
@@ -335,7 +340,7 @@ def over_fallback(result: harness.CaseResult) -> str:
     return f"{times[True] / times[False]:.2f}" if len(times) == 2 else "-"
 
 
-def compared(old: dict[str, Any], result: harness.CaseResult) -> str:
+def compared(old: dict[str, Any], result: CaseResult) -> str:
     """Ratio to an earlier run of the same case, with the band that both errors span."""
     for case in old.get("cases", []):
         stats = case.get("stats")
@@ -357,7 +362,7 @@ def read_comparison(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise harness.SpecError(f"--compare: {path}: {error}; expected a file that --json wrote") from error
+        raise SpecError(f"--compare: {path}: {error}; expected a file that --json wrote") from error
     if not isinstance(document, dict) or not isinstance(document.get("cases"), list):
-        raise harness.SpecError(f"--compare: {path}: expected a file that --json wrote")
+        raise SpecError(f"--compare: {path}: expected a file that --json wrote")
     return document

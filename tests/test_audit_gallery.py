@@ -16,6 +16,7 @@ GALLERY = ROOT / "tests" / "gallery"
 sys.path.insert(0, str(ROOT))
 
 import eval as harness  # noqa: E402
+from evalkit.supervisor import Nursery  # noqa: E402
 
 # Needs a process of its own: its parents' command lines are what it looks at.
 OWN_PROCESS = ("sniffer",)
@@ -44,7 +45,7 @@ def parse_like_server(text: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def nursery():
-    shared = harness.Nursery("cuda" if torch.cuda.is_available() else "cpu")
+    shared = Nursery("cuda" if torch.cuda.is_available() else "cpu")
     yield shared
     shared.close()
 

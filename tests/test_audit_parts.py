@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 import eval as harness  # noqa: E402
 import reference  # noqa: E402
 from evalkit import calibrate, inputs, lint  # noqa: E402
+from evalkit.judge import Judge  # noqa: E402
 
 GOOD = "\n".join((*lint.DIRECTIVES, "def custom_kernel(data):", "    return data", ""))
 
@@ -70,7 +71,7 @@ def test_every_token_is_some_heads(batch, kv_len):
 )
 def test_one_dropped_token_in_1024_is_seen(kind, position):
     data = inputs.make(kind, 4, 1024, 8)
-    verdict = harness.Judge(data).strict(calibrate.dropped(data, position))
+    verdict = Judge(data).strict(calibrate.dropped(data, position))
     assert not verdict.passed
 
 
@@ -95,9 +96,8 @@ def test_honest_variants_are_not_refused_and_the_count_is_printed(capsys):
 
 
 def test_calibration_can_fail(monkeypatch, capsys):
-    monkeypatch.setattr(harness, "STRICT_REL_L2", 1e-4)
-    monkeypatch.setattr(harness.Judge, "fp8_error", lambda self: torch.zeros(2, 16))
-    monkeypatch.setattr(harness.Judge.__init__, "__defaults__", (1e-4,))
+    monkeypatch.setattr(Judge, "fp8_error", lambda self: torch.zeros(2, 16))
+    monkeypatch.setattr(Judge.__init__, "__defaults__", (1e-4,))
     assert calibrate.main(["--seeds", "1", "--batch", "2", "--kv", "67", "--kinds", "normal"]) == 1
     assert "refused: 0 of" not in capsys.readouterr().out
 

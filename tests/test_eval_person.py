@@ -14,8 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-import eval as harness  # noqa: E402
 from evalkit import person  # noqa: E402
+from evalkit.cases import Case, SpecError  # noqa: E402
+from evalkit.running import CaseResult, Run, exit_code  # noqa: E402
+from evalkit.timing import Stats  # noqa: E402
 
 PICK = {
     "backend": "triton",
@@ -30,22 +32,22 @@ PICK = {
 }
 
 
-def timed_result(mean_ns: float, **changes) -> harness.CaseResult:
-    stats = harness.Stats(100, mean_ns, 50.0, 5.0, mean_ns - 100, mean_ns + 100)
+def timed_result(mean_ns: float, **changes) -> CaseResult:
+    stats = Stats(100, mean_ns, 50.0, 5.0, mean_ns - 100, mean_ns + 100)
     values = {"stats": stats, "gb_per_s": 3000.0, "limit_share": 0.6, "pick": PICK, "passed": True}
-    return harness.CaseResult("batchsize: 4; seed: 1", "4x1024", **(values | changes))
+    return CaseResult("batchsize: 4; seed: 1", "4x1024", **(values | changes))
 
 
 def show(results, old=None, mode="benchmark", device="cuda", explain=False) -> str:
     out = io.StringIO()
     reporter = person.PersonReporter(person.Screen(out), explain, old)
-    run = harness.Run(mode, Path("submission.py"), device, None, False)
+    run = Run(mode, Path("submission.py"), device, None, False)
     reporter.run = run
     for i, result in enumerate(results):
-        reporter.cases = [harness.Case(r.spec, {"batchsize": 4, "kvseqlen": 1024}) for r in results]
+        reporter.cases = [Case(r.spec, {"batchsize": 4, "kvseqlen": 1024}) for r in results]
         reporter.label = f"[{i + 1}/{len(results)}] {result.shape}"
         reporter.case_done(i, result)
-    reporter.finish(run, results, harness.exit_code(results))
+    reporter.finish(run, results, exit_code(results))
     return out.getvalue()
 
 
@@ -59,7 +61,7 @@ def test_benchmark_table_has_everything_in_100_columns():
 
 
 def test_a_failed_case_has_no_mean():
-    failed = harness.CaseResult("x", "4x8192", message="worst relative L2 0.7 " * 20)
+    failed = CaseResult("x", "4x8192", message="worst relative L2 0.7 " * 20)
     text = show([timed_result(30_000.0), failed])
     assert "geometric mean: none" in text
     assert "next: `python eval.py audit" in text
@@ -78,7 +80,7 @@ def test_comparison_file_must_be_one_of_ours(tmp_path):
     path = tmp_path / "old.json"
     for content in ("{", "[]", "{}"):
         path.write_text(content)
-        with pytest.raises(harness.SpecError, match="expected a file that --json wrote"):
+        with pytest.raises(SpecError, match="expected a file that --json wrote"):
             person.read_comparison(path)
     path.write_text(json.dumps({"cases": []}))
     assert person.make_reporter(argparse.Namespace(compare=path, explain=False)).compare == {"cases": []}
@@ -97,7 +99,7 @@ def test_explain_lists_candidates_and_what_was_printed():
 
 
 def test_text_of_a_submission_cannot_move_the_cursor():
-    text = show([harness.CaseResult("x", "4x1", message="\x1b[2J\rpass \u2028")])
+    text = show([CaseResult("x", "4x1", message="\x1b[2J\rpass \u2028")])
     assert "\x1b" not in text
     assert "\r" not in text
 

@@ -19,6 +19,12 @@ GALLERY = ROOT / "tests" / "gallery"
 sys.path.insert(0, str(ROOT))
 
 import eval as harness  # noqa: E402
+from evalkit import supervisor  # noqa: E402
+from evalkit.cases import SpecError, _value, combine_seeds, hidden_seed, manifest_cases, parse_cases, reduced_case  # noqa: E402
+from evalkit.protocol import EXIT_CHECK, MESSAGE_CHARS, PIPE_BYTES, ResultPipe, escape, log_results  # noqa: E402
+from evalkit.running import CaseResult  # noqa: E402
+from evalkit.supervisor import Nursery, _children  # noqa: E402
+from evalkit.timing import calculate_stats, enough_runs, paper_bandwidth, time_error  # noqa: E402
 
 SMALL = "batchsize: 2; qseqlen: 1; kvseqlen: 33; seed: 7\nbatchsize: 3; qseqlen: 1; kvseqlen: 40; seed: 8\n"
 
@@ -61,7 +67,7 @@ def cases_file(tmp_path):
 
 @pytest.fixture(scope="module")
 def nursery():
-    shared = harness.Nursery("cpu")
+    shared = Nursery("cpu")
     yield shared
     shared.close()
 
@@ -85,7 +91,7 @@ def test_manifest_cases_match_a_yaml_reader():
     yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: the manifest's second reader is missing")
     manifest = yaml.safe_load((ROOT / "task.yml").read_text())
     for section in ("tests", "benchmarks"):
-        assert [case.args for case in harness.manifest_cases(section)] == manifest[section]
+        assert [case.args for case in manifest_cases(section)] == manifest[section]
 
 
 def test_manifest_has_only_keys_the_server_knows():
@@ -146,35 +152,28 @@ def test_server_folder_runs_without_evalkit(tmp_path, cases_file):
     ],
 )
 def test_bad_cases_name_the_line_and_the_field(text, complaint):
-    with pytest.raises(harness.SpecError) as error:
-        harness.parse_cases(text, "cases")
+    with pytest.raises(SpecError) as error:
+        parse_cases(text, "cases")
     assert complaint in str(error.value)
 
 
 def test_values_keep_their_types():
-    assert [harness._value(v) for v in ("-3", "+4", "True", "false", "1.5", "word")] == [
-        -3,
-        4,
-        True,
-        False,
-        1.5,
-        "word",
-    ]
-    (case,) = harness.parse_cases("batchsize: 4; qseqlen: +1; kvseqlen: 33; seed: -5;\n\n")
+    assert [_value(v) for v in ("-3", "+4", "True", "false", "1.5", "word")] == [-3, 4, True, False, 1.5, "word"]
+    (case,) = parse_cases("batchsize: 4; qseqlen: +1; kvseqlen: 33; seed: -5;\n\n")
     assert case.args == {"batchsize": 4, "qseqlen": 1, "kvseqlen": 33, "seed": -5}
 
 
 def test_reduced_cases_come_from_the_manifest_and_stay_small():
-    cases = [harness.reduced_case(case) for case in harness.manifest_cases("benchmarks")]
+    cases = [reduced_case(case) for case in manifest_cases("benchmarks")]
     assert [case.shape for case in cases[-2:]] == ["8x33", "8x257"]
     assert sum(case.tokens for case in cases) < 10_000
 
 
 def test_seeds_combine_like_the_contest():
     # Cantor's pairing, worked out by hand: 3 + (3 + 4) * (3 + 4 + 1) / 2.
-    assert harness.combine_seeds(3, 4) == 31
-    assert harness.combine_seeds(3, 0) == 9
-    seeds = {harness.hidden_seed(b"key", i) for i in range(1000)}
+    assert combine_seeds(3, 4) == 31
+    assert combine_seeds(3, 0) == 9
+    seeds = {hidden_seed(b"key", i) for i in range(1000)}
     assert len(seeds) == 1000
     assert max(seeds) < 1 << 63
 
@@ -184,26 +183,26 @@ def test_seeds_combine_like_the_contest():
 
 def test_escape_leaves_one_line_whatever_comes():
     breaks = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029\0\x1b"
-    text = harness.escape("".join(f"{c}check: pass" for c in breaks) + "\ud800")
+    text = escape("".join(f"{c}check: pass" for c in breaks) + "\ud800")
     assert len(text.splitlines()) == 1
     text.encode("utf-8")
-    assert len(harness.escape("x" * 10_000)) <= harness.MESSAGE_CHARS
+    assert len(escape("x" * 10_000)) <= MESSAGE_CHARS
 
 
 @pytest.mark.parametrize("count", [1, 100, 2000])
 def test_pipe_stays_under_64_kib(count):
     read, write = os.pipe()
-    pipe = harness.ResultPipe(write)
+    pipe = ResultPipe(write)
     results = [
-        harness.CaseResult("batchsize: 4; qseqlen: 1; kvseqlen: 1024; seed: 1", "4x1024", False, "\u2028" * 5000)
+        CaseResult("batchsize: 4; qseqlen: 1; kvseqlen: 1024; seed: 1", "4x1024", False, "\u2028" * 5000)
         for _ in range(count)
     ]
-    harness.log_results(pipe, "test", results, harness.EXIT_CHECK)
+    log_results(pipe, "test", results, EXIT_CHECK)
     pipe.flush()
     os.close(write)
     with os.fdopen(read) as file:
         text = file.read()
-    assert len(text.encode()) <= harness.PIPE_BYTES
+    assert len(text.encode()) <= PIPE_BYTES
     assert parse_like_server(text)["check"] == "fail"
     if count <= 100:
         assert sum(key.endswith("status") for key in parse_like_server(text)) == count
@@ -281,7 +280,7 @@ def test_one_bad_case_leaves_the_others_their_verdict(monkeypatch, nursery, tmp_
 
 
 def test_memory_is_limited_as_the_kernel_counts_it(monkeypatch, nursery, tmp_path, cases_file):
-    monkeypatch.setattr(harness, "CPU_MEMORY_BYTES", 1 << 30)
+    monkeypatch.setattr(supervisor, "CPU_MEMORY_BYTES", 1 << 30)
     path = tmp_path / "submission.py"
     # The limit on address space of a worker would stop this one first: children do not share it.
     path.write_text(
@@ -354,7 +353,7 @@ def test_popcorn_seed_zero_is_a_seed(monkeypatch, nursery, cases_file, tmp_path)
 
 def descendants(pid: int) -> set[int]:
     found: set[int] = set()
-    for child in harness._children(pid):
+    for child in _children(pid):
         found |= {child} | descendants(child)
     return found
 
@@ -418,18 +417,18 @@ def test_a_process_that_leaves_its_session_is_ended_too(nursery, tmp_path, cases
 
 
 def test_stats_are_the_contests():
-    stats = harness.calculate_stats([1.0, 2.0, 3.0, 6.0])
+    stats = calculate_stats([1.0, 2.0, 3.0, 6.0])
     assert (stats.runs, stats.mean, stats.best, stats.worst) == (4, 3.0, 1.0, 6.0)
     assert math.isclose(stats.std, math.sqrt(14 / 3))
     assert math.isclose(stats.err, stats.std / 2)
 
 
 def test_stop_rule():
-    assert not harness.enough_runs([5.0, 5.0], 1e9, 0.0)
-    assert harness.enough_runs([5.0, 5.0, 5.0], 1e9, 0.0)
-    assert not harness.enough_runs([5.0, 6.0, 7.0], 1e9, 0.0)
-    assert harness.enough_runs([5.0, 6.0, 7.0], 17.0, 0.0)
-    assert harness.enough_runs([5.0, 6.0, 7.0], 1e9, 121.0)
+    assert not enough_runs([5.0, 5.0], 1e9, 0.0)
+    assert enough_runs([5.0, 5.0, 5.0], 1e9, 0.0)
+    assert not enough_runs([5.0, 6.0, 7.0], 1e9, 0.0)
+    assert enough_runs([5.0, 6.0, 7.0], 17.0, 0.0)
+    assert enough_runs([5.0, 6.0, 7.0], 1e9, 121.0)
 
 
 @pytest.mark.parametrize(
@@ -444,12 +443,12 @@ def test_stop_rule():
     ],
 )
 def test_times_that_cannot_be_honest(durations, inclusive, walls, words):
-    case = harness.manifest_cases("benchmarks")[-1]
-    error = harness.time_error(case, durations, inclusive, walls, "NVIDIA H200")
+    case = manifest_cases("benchmarks")[-1]
+    error = time_error(case, durations, inclusive, walls, "NVIDIA H200")
     assert (error is None) if words is None else words in error
 
 
 def test_paper_bandwidth_prefers_the_longest_name():
-    assert harness.paper_bandwidth("NVIDIA GH200 480GB") == 4.9e12
-    assert harness.paper_bandwidth("AMD Instinct MI355X") == 8.0e12
-    assert harness.paper_bandwidth("an unknown card") is None
+    assert paper_bandwidth("NVIDIA GH200 480GB") == 4.9e12
+    assert paper_bandwidth("AMD Instinct MI355X") == 8.0e12
+    assert paper_bandwidth("an unknown card") is None

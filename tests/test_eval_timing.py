@@ -21,7 +21,13 @@ sys.path.insert(0, str(ROOT))
 
 import eval as harness  # noqa: E402
 import reference  # noqa: E402
+from evalkit import running, timing  # noqa: E402
 from evalkit import worker as worker_side  # noqa: E402
+from evalkit.judge import Judge  # noqa: E402
+from evalkit.running import Run  # noqa: E402
+from evalkit.supervisor import Nursery, WorkerFailure  # noqa: E402
+from evalkit.timing import timed_answer  # noqa: E402
+from evalkit.transport import call, give_input  # noqa: E402
 
 CASES = "batchsize: 2; qseqlen: 1; kvseqlen: 33; seed: 7\n"
 
@@ -51,7 +57,7 @@ class DirectWorker:
         try:
             return json.loads(json.dumps(getattr(self.side, "op_" + op)(fields, fds or [])))
         except worker_side.Refusal as error:
-            raise harness.WorkerFailure(str(error), "submission") from error
+            raise WorkerFailure(str(error), "submission") from error
 
     def _setup(self) -> None:
         side, log = self.side, DirectWorker.log
@@ -88,18 +94,18 @@ class DirectWorker:
 
 @pytest.fixture
 def direct(monkeypatch, tmp_path):
-    monkeypatch.setattr(harness, "Worker", DirectWorker)
+    monkeypatch.setattr(running, "Worker", DirectWorker)
     monkeypatch.setattr(harness, "choose_device", lambda wanted: "cuda")
-    monkeypatch.setattr(harness.Run, "card", "a pretended card")
-    monkeypatch.setattr(harness.Run, "release_memory", lambda self: None)
-    monkeypatch.setattr(harness, "LEADERBOARD_REPEATS", 7)
-    monkeypatch.setattr(harness, "BENCHMARK_REPEATS", 9)
-    monkeypatch.setattr(harness, "ROUND_RUNS", 4)
+    monkeypatch.setattr(Run, "card", "a pretended card")
+    monkeypatch.setattr(Run, "release_memory", lambda self: None)
+    monkeypatch.setattr(running, "LEADERBOARD_REPEATS", 7)
+    monkeypatch.setattr(running, "BENCHMARK_REPEATS", 9)
+    monkeypatch.setattr(running, "ROUND_RUNS", 4)
     # Times of the host vary too much for the stop rule to be predictable otherwise.
-    monkeypatch.setattr(harness, "enough_runs", lambda *args: False)
+    monkeypatch.setattr(running, "enough_runs", lambda *args: False)
     monkeypatch.setattr(worker_side, "_enough", lambda *args: False)
     # A reader as large as a cache, which a host's clock cannot hope to match, is not what is tested here.
-    monkeypatch.setattr(harness, "INCLUSIVE_SLACK_NS", 1e9)
+    monkeypatch.setattr(timing, "INCLUSIVE_SLACK_NS", 1e9)
     monkeypatch.setattr(sys, "path", [str(GALLERY), *sys.path])
     monkeypatch.setattr(sys, "argv", sys.argv)
     DirectWorker.log.clear()
@@ -181,28 +187,28 @@ def test_every_timed_output_is_judged(direct, tmp_path, mode, body, reason):
 
 def test_host_time_is_taken_off_inclusive_runs():
     answer = {"durations": [250.0, 30.0], "walls": [300.0, 40.0], "hosts": [200.0, 90.0]}
-    assert harness.timed_answer(answer, inclusive=False) == ([250.0, 30.0], [300.0, 40.0])
-    assert harness.timed_answer(answer, inclusive=True) == ([50.0, 1.0], [100.0, 1.0])
+    assert timed_answer(answer, inclusive=False) == ([250.0, 30.0], [300.0, 40.0])
+    assert timed_answer(answer, inclusive=True) == ([50.0, 1.0], [100.0, 1.0])
 
 
 def test_inputs_survive_the_transport(nursery_worker):
     worker, data = nursery_worker
-    (result,) = harness.call(worker, [0], [data], check_inputs=True)
+    (result,) = call(worker, [0], [data], check_inputs=True)
     assert result.error is None
     assert result.changed == []
-    verdict = harness.Judge(data).verdict(result.output)
+    verdict = Judge(data).verdict(result.output)
     assert (verdict.passed, verdict.cache) == (True, "mxfp4/bf16")
 
 
 @pytest.fixture
 def nursery_worker():
-    nursery = harness.Nursery("cpu")
-    run = harness.Run("test", GALLERY / "honest_mxfp4.py", "cpu", None, False, shared_nursery=nursery)
+    nursery = Nursery("cpu")
+    run = Run("test", GALLERY / "honest_mxfp4.py", "cpu", None, False, shared_nursery=nursery)
     data = reference.generate_input(3, 1, 65, 2, device="cpu")
     try:
         with run.worker() as worker:
             run.load(worker)
-            harness.give_input(worker, 0, data)
+            give_input(worker, 0, data)
             yield worker, data
     finally:
         nursery.close()
@@ -210,17 +216,17 @@ def nursery_worker():
 
 def test_same_storage_is_really_the_same(nursery_worker):
     worker, data = nursery_worker
-    (first,) = harness.call(worker, [0], [data])
+    (first,) = call(worker, [0], [data])
     other = reference.generate_input(3, 1, 65, 3, device="cpu")
-    harness.give_input(worker, 1, other, over=0)
-    (second,) = harness.call(worker, [0], [other])
-    assert harness.Judge(other).strict(second.output).passed
+    give_input(worker, 1, other, over=0)
+    (second,) = call(worker, [0], [other])
+    assert Judge(other).strict(second.output).passed
     assert not torch.equal(first.output, second.output)
 
 
 def test_judge_names_the_cache_and_the_row():
     data = reference.generate_input(3, 1, 65, 2, device="cpu")
-    judge = harness.Judge(data)
+    judge = Judge(data)
     for cache in reference.CACHES:
         assert judge.strict(judge.truth(cache).bfloat16()).cache == f"{cache}/bf16"
     out = judge.truth("fp8").bfloat16()
@@ -228,7 +234,7 @@ def test_judge_names_the_cache_and_the_row():
     verdict = judge.strict(out)
     assert (verdict.passed, verdict.worst_row) == (False, (2, 5))
     assert "1 of 48 rows" in verdict.message
-    assert harness.Judge(data, tolerance=0.6).strict(out).passed
+    assert Judge(data, tolerance=0.6).strict(out).passed
 
 
 def test_poison_fills_the_memory_that_the_output_will_get():
