@@ -70,6 +70,15 @@ class Region:
     offset: int
 
 
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of a buffer that vector loads asked for, how many different ones, and how often the most wanted one."""
+
+    requested: int
+    distinct: int
+    most: int
+
+
 class Arguments:
     """The arguments of one launch.
 
@@ -116,13 +125,28 @@ class Arguments:
     def _encode(self, arena: Arena, position: int, size: int) -> bytes:
         value, span = self._values[position], self._ranges[position]
         if span is not None:
-            region = next(r for r in self._regions if r.span.start <= span.start and span.stop <= r.span.stop)
-            return struct.pack("<Q", arena.base + region.offset + span.start - region.span.start)
+            return struct.pack("<Q", arena.base + self._offset(span))
         if value is None:
             return bytes(size)
         if isinstance(value, float | np.floating):
             return struct.pack(_FLOAT_FORMATS.get(size, "<f"), value)
         return int(value).to_bytes(size, "little", signed=int(value) < 0)
+
+    def _offset(self, span: HostRange) -> int:
+        """Where in the arena a buffer lies."""
+        region = next(r for r in self._regions if r.span.start <= span.start and span.stop <= r.span.stop)
+        return region.offset + span.start - region.span.start
+
+    def traffic(self, arena: Arena) -> dict[int, "Traffic"]:
+        """What vector loads read of each buffer, by the position of the argument."""
+        result = {}
+        for position, span in enumerate(self._ranges):
+            if span is not None and arena.read_counts is not None:
+                start = self._offset(span)
+                counts = arena.read_counts[start : start + span.stop - span.start]
+                read = int(np.count_nonzero(counts))
+                result[position] = Traffic(int(counts.sum()), read, int(counts.max(initial=0)))
+        return result
 
     def write_back(self, arena: Arena) -> None:
         """Copy what the kernel wrote back to the host.

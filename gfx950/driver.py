@@ -10,7 +10,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from .arguments import ALIGNMENT, Arguments
+from .arguments import ALIGNMENT, Arguments, Traffic
 from .code_object import KERNARG_PRELOAD_PROLOGUE_BYTES, CodeObject
 from .errors import MemoryFault, UnsupportedInstructionError
 from .lds import LocalMemory
@@ -38,6 +38,7 @@ class RunStats(TypedDict):
     races: dict[tuple[str, int], int]  # (RAW | WAR | WAW, offset in the code) -> instructions
     uninit: dict[int, int]  # offset in the code -> LDS reads of bytes never written
     pending_reads: dict[int, int]  # offset in the code -> LDS reads not covered by a wait for their copy
+    traffic: dict[int, Traffic]  # position of a buffer among the arguments -> what was loaded of it, if asked for
     lds_bytes: int
     scratch_bytes: int  # per lane
     seconds: float
@@ -88,6 +89,7 @@ def run(
     groups: Iterable[Group] | None = None,
     trace: Trace | None = None,
     via_preload: bool = False,
+    traffic: bool = False,
     arena_bytes: int | None = None,
 ) -> RunStats:
     """Execute the machine code of a kernel.
@@ -102,6 +104,7 @@ def run(
         groups: run only these workgroups, in this order.
         trace: called before each instruction with the wave, its offset in the code and its opcode.
         via_preload: enter behind the prologue, with the arguments preloaded in SGPRs, as current firmware does.
+        traffic: count what vector loads read of each buffer.
         arena_bytes: size of global memory; by default what the arguments need.
 
     Raises:
@@ -120,6 +123,8 @@ def run(
     scratch_bytes = descriptor.scratch_bytes_per_lane
 
     arena = Arena(arena_bytes or _arena_size(code, arguments, waves_per_group))
+    if traffic:
+        arena.count_reads()
     image = arena.allocate(code.image_bytes, _CODE_ALIGNMENT)
     arena.write(image, code.load(arena.base + image))
     kernarg = arguments.place(arena)
@@ -147,6 +152,7 @@ def run(
             instructions += sum(wave.executed for wave in waves)
             group_count += 1
     arguments.write_back(arena)
+    loaded = arguments.traffic(arena)
     return RunStats(
         instructions=instructions,
         executed={machine.site(pc): (item.opcode, item.count) for pc, item in sorted(machine.program.items())},
@@ -154,6 +160,7 @@ def run(
         races=dict(machine.lds.races),
         uninit=dict(machine.lds.uninitialised_reads),
         pending_reads=dict(machine.lds.pending_reads),
+        traffic=loaded,
         lds_bytes=lds_bytes,
         scratch_bytes=scratch_bytes,
         seconds=time.perf_counter() - started,

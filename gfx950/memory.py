@@ -33,6 +33,8 @@ class Arena:
         self.base = int(self.bytes.ctypes.data)
         self.valid = np.zeros(size, np.bool_)
         self.size = size
+        # How often vector loads have read each byte; counted only if asked for.
+        self.read_counts: Array | None = None
         self._top = GUARD_BYTES
 
     def allocate(self, nbytes: int, align: int = 256, shift: int = 0) -> int:
@@ -73,7 +75,13 @@ class Arena:
         result[active] = self._gather(self.offsets(addresses[active], nbytes), nbytes)
         return result
 
+    def count_reads(self) -> None:
+        """From now on, count how often vector loads read each byte."""
+        self.read_counts = np.zeros(self.size, np.uint16)
+
     def _gather(self, offsets: Array, nbytes: int) -> Array:
+        if self.read_counts is not None:
+            np.add.at(self.read_counts, offsets[:, None] + BYTE_RANKS[nbytes], 1)
         if nbytes >= 4:
             if not (offsets & 3).any():
                 return self.words[(offsets >> 2)[:, None] + WORD_RANKS[nbytes]]

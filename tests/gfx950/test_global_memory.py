@@ -194,6 +194,25 @@ def test_accesses_outside_the_buffers_fault(body: str) -> None:
         execute(body, memory=np.zeros(64, np.uint32), scalars=[0, 0, 0x12345, 0x7FFF])
 
 
+def test_traffic_counts_what_is_loaded_of_each_buffer() -> None:
+    memory = np.arange(1024, dtype=np.uint32)
+    body = """
+        v_lshlrev_b32 v4, 4, v0
+        global_load_dwordx4 v[8:11], v4, s[10:11]
+        v_mov_b32 v5, 0
+        global_load_ushort v6, v5, s[10:11] offset:2000
+        s_mov_b64 exec, 7
+        global_load_dword v6, v1, s[10:11]
+    """
+    _, stats = execute(body, memory=memory, traffic=True)
+    loaded = stats["traffic"][3]
+    assert loaded.requested == 64 * 16 + 64 * 2 + 3 * 4
+    assert loaded.distinct == 64 * 16 + 2
+    assert loaded.most == 64
+    assert stats["traffic"][1].requested == 0
+    assert execute(body, memory=memory)[1]["traffic"] == {}
+
+
 def test_lanes_that_are_off_do_not_fault() -> None:
     body = "s_mov_b64 exec, 1\nglobal_load_dword v4, v1, s[10:11] offset:252\ns_waitcnt vmcnt(0)"
     result, _ = execute(body, memory=np.arange(64, dtype=np.uint32))
