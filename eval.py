@@ -106,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare", type=Path, metavar="OLD.json", help="compare the times with an earlier --json file"
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png, .svg or .html)")
     parser.add_argument(
         "--explain", action="store_true", help="show what the submission's picker tried, and what it printed"
     )
@@ -249,10 +250,19 @@ def _run_mode(
     if pipe is not None:
         log_results(pipe, options.mode, results, code)
     reporter.finish(run, results, code)
-    if options.json is not None:
+    if options.json is not None or options.plot is not None:
         from evalkit.report import report_document, write_json
 
-        write_json(options.json, report_document(run, results, code))
+        document = report_document(run, results, code)
+        if options.json is not None:
+            write_json(options.json, document)
+        if options.plot is not None:
+            from evalkit import plot
+
+            try:
+                plot.save(document, options.plot)
+            except ValueError as error:
+                print(f"eval.py: {error}", file=sys.stderr)
     return code
 
 

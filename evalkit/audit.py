@@ -133,9 +133,9 @@ class Audit:
         """The strict verdict; Refused when a row is off."""
         judge = judge or Judge(data, self.run.tolerance)
         verdict = judge.strict(output, self.cache, complete=not self.cache)
+        self.keep_worst(verdict)
         if not verdict.passed:
             raise Refused(f"{what}{verdict.message}")
-        self.keep_worst(verdict)
         return verdict
 
     def keep_worst(self, verdict: Verdict) -> None:
@@ -168,10 +168,10 @@ class Audit:
         passed, message = judge.contest(result.output)
         self.contest = f"{'pass' if passed else 'fail'} ({message})"
         verdict = judge.strict(result.output)
+        self.keep_worst(verdict)
         if not verdict.passed:
             raise Refused(f"{verdict.message}; the contest's own check says {'pass' if passed else 'fail'}")
         self.cache = verdict.cache
-        self.keep_worst(verdict)
         self.format_error = judge.format_error(*verdict.cache.split("/"))
         self._outputs["normal"] = result.output
         if not passed:
@@ -499,7 +499,7 @@ def document(audit: Audit, verdict: str, code: int, findings: list[lint.Finding]
     return {
         "verdict": verdict,
         "cache": audit.cache,
-        "worst_rel_l2": audit.worst_rel_l2 if verdict == "honest" else None,
+        "worst_rel_l2": audit.worst_rel_l2 if audit.contest else None,
         "worst_limit": audit.worst_limit,
         "format_rel_l2": audit.format_error,
         "contest_check": audit.contest,

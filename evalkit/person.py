@@ -277,6 +277,15 @@ class PersonReporter(Reporter):
         for r in results:
             if r.pick and r.pick.get("plan") not in (None, ""):
                 self.screen.line(shorten(f"  {r.shape} plan: {r.pick['plan']}", self.screen.width))
+        dropped: dict[str, list[str]] = {}
+        for r in results:
+            for candidate in (r.pick or {}).get("candidates") or []:
+                if isinstance(candidate, dict) and candidate.get("dropped"):
+                    reason = f"{candidate.get('backend')}: {candidate['dropped']}"
+                    dropped.setdefault(reason, []).append(r.shape)
+        for reason, shapes in dropped.items():
+            text = f"the pick dropped {len(shapes)} candidates ({', '.join(dict.fromkeys(shapes))}), {reason}"
+            self.screen.line(wrap(shorten(text, 400), self.screen.width, "  "), style="yellow")
 
     def _times(self, results: list[CaseResult]) -> None:
         columns = ["shape", "mean us", "+-", "best", "runs", "GB/s", "% of card", "x fallback", "compile s", "pick s"]
