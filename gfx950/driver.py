@@ -37,7 +37,7 @@ class RunStats(TypedDict):
     groups: int  # workgroups executed
     races: dict[tuple[str, int], int]  # (RAW | WAR | WAW, offset in the code) -> instructions
     uninit: dict[int, int]  # offset in the code -> LDS reads of bytes never written
-    pending_reads: dict[int, int]  # offset in the code -> LDS reads not covered by a wait for their copy
+    pending_reads: dict[int, int]  # offset in the code -> LDS reads of what a copy or store without a wait brings
     traffic: dict[int, Traffic]  # position of a buffer among the arguments -> what was loaded of it, if asked for
     lds_bytes: int
     scratch_bytes: int  # per lane
@@ -50,7 +50,7 @@ def findings(stats: RunStats) -> list[str]:
     lines = [f"{kind} race at +{site:#x}, {count} times" for (kind, site), count in stats["races"].items()]
     lines += [f"LDS read before any write at +{site:#x}, {count} times" for site, count in stats["uninit"].items()]
     lines += [
-        f"LDS read without a wait for its copy at +{site:#x}, {count} times"
+        f"LDS read without a wait for its copy or store at +{site:#x}, {count} times"
         for site, count in stats["pending_reads"].items()
     ]
     return lines

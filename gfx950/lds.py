@@ -3,7 +3,8 @@
 Three faults are counted rather than raised, so that one run reports all of them:
 - races: two waves touch a byte between the same two barriers and at least one changes it;
 - uninitialised reads: a byte is read before any write;
-- pending reads: a byte is read that an asynchronous copy has yet to bring, because no wait covers the copy.
+- pending reads: a byte is read whose asynchronous copy, or store by another wave, may still be under way, because no
+  s_waitcnt covers it in time: before the read in the same wave, before a barrier in another.
 """
 
 from collections import Counter
@@ -50,19 +51,21 @@ class LocalMemory:
         count = len(self.bytes)
         self._write_tags = np.zeros(count, np.int32)
         self._read_tags = np.zeros(count, np.int32)
-        # For bytes written by an asynchronous copy: the wave and the number of its vector-memory operation, from 1.
-        self._copy_owner = np.zeros(count, np.int32)
-        self._copy_number = np.zeros(count, np.int32)
+        # What wrote a byte: n for the n-th vector-memory operation of the wave, an asynchronous copy; -n for its n-th
+        # LDS or scalar-memory operation.
+        self._write_numbers = np.zeros(count, np.int32)
         self._has_copies = False
         # Per wave: operations known complete when it last passed a barrier. That is what other waves may rely on.
-        self._completed_at_barrier = np.zeros(_TAG_WAVES, np.int64)
+        self._copies_done = np.zeros(_TAG_WAVES, np.int32)
+        self._stores_done = np.zeros(_TAG_WAVES, np.int32)
         self._epoch = 1
 
     def barrier(self, waves: list[Wave]) -> None:
         """All waves have arrived (or ended): what was written before may be read after."""
         self._epoch += 1
         for wave in waves:
-            self._completed_at_barrier[wave.index] = wave.vm_completed
+            self._copies_done[wave.index] = wave.vm_completed
+            self._stores_done[wave.index] = wave.lgkm_completed
 
     def _indices(self, addresses: Array, nbytes: int) -> Array:
         if addresses.size and (int(addresses.min()) < 0 or int(addresses.max()) + nbytes > self.size):
@@ -81,11 +84,18 @@ class LocalMemory:
         seen = self._read_tags[index]
         others = (seen > now) & (seen != now + own)
         self._read_tags[index] = np.where(others, now + _SEVERAL, now + own)
-        if self._has_copies:
-            owner = self._copy_owner[index]
-            completed = np.where(owner == wave.index, wave.vm_completed, self._completed_at_barrier[owner])
-            if (self._copy_number[index] > completed).any():
-                self.pending_reads[site] += 1
+        by_others = (written & (_TAG_WAVES - 1)) != own
+        if self._is_pending(wave, self._write_numbers[index], (written & (_TAG_WAVES - 1)) - 1, by_others):
+            self.pending_reads[site] += 1
+
+    def _is_pending(self, wave: Wave, numbers: Array, writers: Array, by_others: Array) -> bool:
+        """Whether what wrote one of these bytes may still be under way. A wave sees its own stores in order."""
+        if self._has_copies and (numbers[~by_others] > wave.vm_completed).any():
+            return True
+        if not by_others.any():
+            return False
+        numbers, writers = numbers[by_others], writers[by_others]
+        return bool(((numbers > self._copies_done[writers]) | (-numbers > self._stores_done[writers])).any())
 
     def _check_write(self, wave: Wave, index: Array, site: int, data: Array, copy_number: int) -> None:
         own, now = wave.index + 1, self._epoch * _TAG_WAVES
@@ -97,10 +107,8 @@ class LocalMemory:
         if ((written > now) & (written != now + own) & changes).any():
             self.races["WAW", site] += 1
         self._write_tags[index] = now + own
-        if copy_number or self._has_copies:
-            self._has_copies = True
-            self._copy_owner[index] = wave.index
-            self._copy_number[index] = copy_number
+        self._has_copies |= bool(copy_number)
+        self._write_numbers[index] = copy_number or -wave.lgkm_issued
 
     def load(self, wave: Wave, addresses: Array, nbytes: int, site: int) -> Array:
         """Read `nbytes` per lane that is on. Returns uint32 [64, words]; narrow reads zero-extend."""
@@ -162,23 +170,32 @@ def merged_half(old: Array, words: Array, *, high: bool) -> Array:
 
 
 def build_ds(inst: Instruction, address: int, machine: "Machine") -> Step:
+    step = _build(inst, machine.lds, machine.site(address))
+
+    def run(wave: Wave) -> None:
+        wave.lgkm_issued += 1
+        step(wave)
+
+    return run
+
+
+def _build(inst: Instruction, lds: LocalMemory, site: int) -> Step:
     name = inst.opcode
     operation = name.split("_")[1]
-    site = machine.site(address)
     if name in ("DS_BPERMUTE_B32", "DS_PERMUTE_B32"):
         return _build_permute(inst)
     if name == "DS_SWIZZLE_B32":
         return _build_swizzle(inst)
     if operation in ("READ2", "READ2ST64", "WRITE2", "WRITE2ST64"):
-        return _build_pair(inst, machine.lds, site)
+        return _build_pair(inst, lds, site)
     if "_TR_" in name:
-        return _build_transposed_read(inst, machine.lds, site)
+        return _build_transposed_read(inst, lds, site)
     if operation == "READ":
-        return _build_read(inst, machine.lds, site)
+        return _build_read(inst, lds, site)
     if operation == "WRITE":
-        return _build_write(inst, machine.lds, site)
+        return _build_write(inst, lds, site)
     if operation in ("ADD", "MAX", "MIN") and name.split("_")[-1] in ("U32", "F32", "I32"):
-        return _build_atomic(inst, machine.lds, site)
+        return _build_atomic(inst, lds, site)
     raise UnsupportedInstructionError(name)
 
 

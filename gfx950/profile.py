@@ -12,11 +12,12 @@ from .decoder import Instruction, disassemble
 from .wave import Wave, sign_extend
 
 Path = tuple[int, ...]
+_ARITHMETIC = ("VOP", "SOP")
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """A loop: offsets in the code of its first instruction and of the branch that goes back there."""
+    """A loop: offsets in the code of its first instruction and of the last branch that goes back there."""
 
     start: int
     end: int
@@ -51,13 +52,13 @@ class Listing:
 
     @cached_property
     def loops(self) -> list[Loop]:
-        """Every backward branch with its target."""
-        result = []
+        """The targets of backward branches, each with the last branch that goes there."""
+        ends: dict[int, int] = {}
         for offset in self.instructions:
             target = self.branch_target(offset)
             if target is not None and target <= offset:
-                result.append(Loop(target, offset))
-        return result
+                ends[target] = offset
+        return [Loop(start, end) for start, end in ends.items()]
 
     @cached_property
     def hot_loop(self) -> Loop | None:
@@ -71,9 +72,10 @@ class Listing:
         return best if best is not None and rank(best)[0] else None
 
     def typical_path(self, loop: Loop) -> Path:
-        """One trip round a loop, read off the code: conditional branches over a block inside the loop are taken.
+        """One trip round a loop, read off the code: a branch over a block of mere arithmetic is taken.
 
-        What such a branch skips is what most tiles do not need, as the masking of the last tile.
+        Such a block is what most tiles do not need, as the masking of the last one. A block with memory or matrix
+        instructions (say, the copy of the next tile) is gone through. A Profile knows instead of guessing.
         """
         path = []
         offset = loop.start
@@ -83,7 +85,14 @@ class Listing:
                 return tuple(path)
             target = self.branch_target(offset)
             following = offset + self.instructions[offset].size
-            offset = target if target is not None and offset < target <= loop.end else following
+            forward = target is not None and offset < target <= loop.end
+            if forward and self.instructions[offset].opcode != "S_BRANCH":
+                forward = all(
+                    instruction.format.startswith(_ARITHMETIC) and "MFMA" not in instruction.name
+                    for skipped, instruction in self.instructions.items()
+                    if target is not None and following <= skipped < target
+                )
+            offset = target if forward and target is not None else following
 
 
 def hsaco_of(code: Any) -> bytes:

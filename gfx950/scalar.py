@@ -23,7 +23,7 @@ COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
     "GE": operator.ge,
 }
 _NO_EFFECT = ("S_NOP", "S_SETPRIO", "S_SLEEP", "S_SETHALT", "S_INST_PREFETCH", "S_TTRACEDATA")
-_ALL_ONES_VMCNT = 63
+_NO_VMCNT, _NO_LGKMCNT = 63, 15
 
 
 def _nothing(wave: Wave) -> None:
@@ -74,19 +74,18 @@ def build_sopp(inst: Instruction, address: int, machine: "Machine") -> Step:
     raise UnsupportedInstructionError(name)
 
 
-def vmcnt_of(simm16: int) -> int:
-    """The vector-memory count that an s_waitcnt waits for (gfx9 splits the field: bits 3:0 and 15:14)."""
-    return (simm16 & 0xF) | ((simm16 >> 14) & 3) << 4
-
-
 def _wait(simm16: int) -> Step:
-    """Loads complete at once here; only the count matters, to the check of asynchronous copies (see lds.py)."""
-    outstanding = vmcnt_of(simm16)
-    if outstanding == _ALL_ONES_VMCNT:
-        return _nothing
+    """Memory operations complete at once here; the counts only matter to the check of pending reads (see lds.py)."""
+    # gfx9 splits the vector-memory count: bits 3:0 and 15:14. All ones do not wait.
+    vector = (simm16 & 0xF) | ((simm16 >> 14) & 3) << 4
+    scalar_or_lds = (simm16 >> 8) & 0xF
+    waits_vector, waits_lds = vector != _NO_VMCNT, scalar_or_lds != _NO_LGKMCNT
 
     def wait(wave: Wave) -> None:
-        wave.vm_completed = max(wave.vm_completed, wave.vm_issued - outstanding)
+        if waits_vector:
+            wave.vm_completed = max(wave.vm_completed, wave.vm_issued - vector)
+        if waits_lds:
+            wave.lgkm_completed = max(wave.lgkm_completed, wave.lgkm_issued - scalar_or_lds)
 
     return wait
 
@@ -412,6 +411,7 @@ def build_smem(inst: Instruction, address: int, machine: "Machine") -> Step:
     arena = machine.arena
 
     def load(wave: Wave) -> None:
+        wave.lgkm_issued += 1
         start = wave.sgpr64(base) + offset
         if offset_register is not None:
             start += int(wave.sgpr[offset_register])

@@ -55,8 +55,9 @@ class Wave:
     """
 
     __slots__ = (
-        "agpr", "at_barrier", "done", "exec_full", "exec_lanes", "exec_mask", "executed", "index", "pc", "scc",
-        "scratch_base", "scratch_bytes", "sgpr", "vgpr", "vgpr_f32", "vgpr_i32", "vm_completed", "vm_issued",
+        "agpr", "at_barrier", "done", "exec_full", "exec_lanes", "exec_mask", "executed", "index", "lgkm_completed",
+        "lgkm_issued", "pc", "scc", "scratch_base", "scratch_bytes", "sgpr", "vgpr", "vgpr_f32", "vgpr_i32",
+        "vm_completed", "vm_issued",
     )  # fmt: skip
 
     def __init__(self, index: int, pc: int) -> None:
@@ -73,9 +74,10 @@ class Wave:
         self.executed = 0
         self.scratch_base = 0
         self.scratch_bytes = 0
-        # Vector-memory operations issued, and how many of the oldest are known complete (s_waitcnt vmcnt).
-        self.vm_issued = 0
-        self.vm_completed = 0
+        # Vector-memory operations issued, and how many of the oldest are known complete (s_waitcnt vmcnt); the same
+        # for LDS and scalar-memory operations (lgkmcnt).
+        self.vm_issued = self.vm_completed = 0
+        self.lgkm_issued = self.lgkm_completed = 0
         self.set_exec(MASK64)
 
     def set_exec(self, mask: int) -> None:

@@ -238,6 +238,35 @@ COPY = """
 """
 
 
+@pytest.mark.parametrize(
+    ("wait", "clean"),
+    [
+        ("s_waitcnt lgkmcnt(0)", True),
+        ("s_waitcnt lgkmcnt(1)", False),
+        ("s_waitcnt vmcnt(0)", False),
+        ("s_nop 0", False),
+    ],
+)
+def test_a_store_is_seen_by_other_waves_only_if_waited_for_before_the_barrier(wait: str, clean: bool) -> None:
+    body = f"""
+        ds_write_b32 v1, v8
+        {wait}
+        s_barrier
+        v_xor_b32 v5, 0x100, v1
+        ds_read_b32 v4, v5
+        s_waitcnt lgkmcnt(0)
+    """
+    sources = pattern(17, 1, lanes=128)
+    result, stats = execute(body, sources, waves=2, lds=512)
+    np.testing.assert_array_equal(result[0], sources[0][np.arange(128) ^ 64])
+    assert bool(stats["pending_reads"]) != clean and not stats["races"]
+
+
+def test_a_wave_sees_its_own_stores_in_order() -> None:
+    _, stats = execute("ds_write_b32 v1, v8\nds_read_b32 v4, v1", pattern(17, 1), lds=256)
+    assert gfx950.findings(stats) == []
+
+
 @pytest.mark.parametrize(("width", "shift"), [("dword", 2), ("dwordx4", 4)])
 @pytest.mark.parametrize(
     ("wait", "clean"),

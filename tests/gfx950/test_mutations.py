@@ -151,14 +151,19 @@ def test_every_mutant_is_caught(name: str, mutation: Mutation, at_least: int) ->
     assert [what for what, hsaco in tried if not is_caught(name, hsaco)] == []
 
 
-def test_dropping_the_wait_for_an_asynchronous_copy_is_caught() -> None:
-    name = "gluon-fp4-step"
+@pytest.mark.parametrize(
+    ("name", "no_wait"),
+    [("gluon-fp4-step", 0xC00F), ("gluon-fp4-step", 0x0F00), ("transpose", 0x0F00), ("matmul", 0x0F00)],
+    ids=["copies", "stores", "transpose", "matmul"],
+)
+def test_dropping_the_waits_is_caught(name: str, no_wait: int) -> None:
+    """Waits for vector memory (asynchronous copies) or for LDS, all of them."""
     hsaco = bytearray(compiled_case(name).asm["hsaco"])
     start, instructions = executed_instructions(name)
     for offset, instruction in instructions:
         if instruction.opcode == "S_WAITCNT":
             raw = struct.unpack_from("<I", hsaco, start + offset)[0]
-            struct.pack_into("<I", hsaco, start + offset, raw | 0xC00F)
+            struct.pack_into("<I", hsaco, start + offset, raw | no_wait)
     problems, stats = run_case(name, bytes(hsaco))
     assert stats["pending_reads"] and problems
 

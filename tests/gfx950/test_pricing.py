@@ -122,6 +122,34 @@ def test_loop_is_found_and_the_skipped_block_is_not_priced() -> None:
     assert "V_EXP_F32" not in names and len(names) == 10
 
 
+def test_skipped_block_with_memory_instructions_is_priced() -> None:
+    """As a kernel that copies the next tile only if there is one."""
+    body = LOOP.replace("v_exp_f32 v5, v4", "global_load_dwordx2 v[30:31], v1, s[10:11]")
+    assert price_loop(build(body), num_warps=1, tokens_per_tile=1).loads_by_width == {16: 1, 8: 1, 1: 1}
+
+
+def test_a_loop_may_go_back_from_two_places() -> None:
+    """The first branch back is for the last tile but one, say; the typical trip passes it and loads the next tile."""
+    body = """
+        s_mov_b32 s20, 5
+    1:
+        v_mfma_f32_16x16x32_bf16 v[16:19], v[8:11], v[12:15], 0
+        s_sub_u32 s20, s20, 1
+        s_cmp_eq_u32 s20, 1
+        s_cbranch_scc1 1b
+        s_cmp_eq_u32 s20, 0
+        s_cbranch_scc1 2f
+        global_load_dwordx4 v[24:27], v1, s[10:11]
+        s_branch 1b
+    2:
+    """
+    profile = Profile(build(body))
+    execute(body, memory=np.zeros(1024, np.uint32), trace=profile)
+    assert len(profile.listing.loops) == 1
+    assert sorted((len(path), count) for path, count in profile.trips.items()) == [(4, 1), (6, 1), (8, 3)]
+    assert price_loop(None, num_warps=1, tokens_per_tile=1, profile=profile).loads_by_width == {16: 1}
+
+
 def test_executed_trips_are_told_apart() -> None:
     profile = profiled_loop()
     assert sorted(profile.trips.values()) == [1, 3]

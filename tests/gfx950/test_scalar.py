@@ -225,8 +225,17 @@ def test_loop_counts_and_conditional_branches_are_taken() -> None:
         s_sub_u32 s25, s25, 1
         s_cmp_lg_u32 s25, 0
         s_cbranch_scc1 1b
+        s_cbranch_scc0 4f
+        s_mov_b32 s24, 0
+    4:
         s_mov_b64 vcc, 0
         s_cbranch_vccnz 2f
+        s_cbranch_vccz 5f
+        s_mov_b32 s24, 0
+    5:
+        s_cbranch_execnz 6f
+        s_mov_b32 s24, 0
+    6:
         s_or_b32 s24, s24, 0x1000
         s_cbranch_execz 2f
         s_branch 3f
