@@ -8,8 +8,10 @@ runs in a child process whose output is captured; the caller then takes the code
 import os
 import re
 import shutil
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +29,7 @@ _ERROR = re.compile(r"\berror:|(?:couldn't|could not) allocate (?:input|output) 
 _CACHE_SUFFIX = "-gfx950-checked"
 # Exit status of the child when the compiler raised an exception, which the caller then gets by compiling itself.
 _RAISED = 101
+_LONGEST_COMPILATION_S = 600
 
 
 class AssemblerError(RuntimeError):
@@ -48,6 +51,18 @@ def _compile_in_child(source: Any, options: Any, log: IO[bytes]) -> NoReturn:
     os._exit(status)
 
 
+def _exit_status(child: int) -> int:
+    """Wait for the child process, but not for ever: a fork may inherit a lock that nobody holds there any more."""
+    deadline = time.monotonic() + _LONGEST_COMPILATION_S
+    while time.monotonic() < deadline:
+        finished, status = os.waitpid(child, os.WNOHANG)
+        if finished:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(child, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def _printed_by_compiler(source: Any, options: Any) -> tuple[int, str]:
     """Compile in a child process. Returns its wait status (negative: a signal) and what it printed."""
     sys.stdout.flush()
@@ -56,7 +71,7 @@ def _printed_by_compiler(source: Any, options: Any) -> tuple[int, str]:
         child = os.fork()
         if child == 0:
             _compile_in_child(source, options, log)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        status = _exit_status(child)
         log.seek(0)
         return status, log.read().decode(errors="replace")
 

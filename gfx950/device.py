@@ -17,6 +17,7 @@ from triton.runtime.driver import driver
 
 from .compile import TARGET, checked_compile
 from .driver import MAX_LDS_BYTES, RunStats, findings, run
+from .hazards import find_hazards
 from .profile import Profile
 
 # Triton keys its caches by device number: one that no real device has keeps emulated kernels apart from others.
@@ -47,8 +48,10 @@ class EmulatedDevice:
         self.profile = profile
 
     def findings(self) -> list[str]:
-        """Races, uninitialised and pending LDS reads of all launches, in words."""
-        return [f"{launch.name}: {line}" for launch in self.launches for line in findings(launch.stats)]
+        """What is wrong with the launches: races, uninitialised and pending LDS reads, hazards in the code."""
+        lines = [f"{launch.name}: {line}" for launch in self.launches for line in findings(launch.stats)]
+        kernels = {launch.hsaco: launch.name for launch in self.launches}
+        return lines + [f"{name}: {hazard}" for hsaco, name in kernels.items() for hazard in find_hazards(hsaco)]
 
 
 class _Utils:

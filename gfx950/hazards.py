@@ -7,12 +7,13 @@ for gfx940 and gfx950. A wait state is one issued instruction; s_nop N counts N 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from .decoder import Instruction
 from .matrix import matrix_shape
 from .pricing import is_transcendental, mfma_cycles
-from .profile import Listing
+from .profile import Listing, hsaco_of
 
 # Wait states between the first and the second instruction.
 VALU_WRITE_TO_MFMA_READ = 2
@@ -173,7 +174,12 @@ def find_hazards(code: Any) -> list[Hazard]:
     Args:
         code: a compiled kernel, a launch, or the bytes of a code object.
     """
-    listing = Listing(code)
+    return list(_hazards(hsaco_of(code)))
+
+
+@lru_cache(maxsize=64)
+def _hazards(hsaco: bytes) -> tuple[Hazard, ...]:
+    listing = Listing(hsaco)
     effects = {offset: _effects(instruction) for offset, instruction in listing.instructions.items()}
     before = _predecessors(listing)
     found: dict[tuple[str, int, int], Hazard] = {}
@@ -189,7 +195,7 @@ def find_hazards(code: Any) -> list[Hazard]:
                     found[key] = Hazard(
                         rule, earlier, first.instruction.opcode, offset, second.instruction.opcode, waited, needed
                     )
-    return list(found.values())
+    return tuple(found.values())
 
 
 def _predecessors(listing: Listing) -> dict[int, list[int]]:

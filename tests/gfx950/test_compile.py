@@ -1,6 +1,7 @@
 """Compilation for gfx950: refused when LLVM prints an error, cached otherwise, arguments checked."""
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import broken_kernels
@@ -73,6 +74,21 @@ def test_code_for_another_target_is_refused() -> None:
     data[48] = 0x4C
     with pytest.raises(ValueError, match="expected machine 0x4f"):
         gfx950.run(bytes(data), [])
+
+
+def test_more_lds_than_a_compute_unit_has_is_refused() -> None:
+    with pytest.raises(ValueError, match="at most 163840 bytes of LDS, got 163841"):
+        gfx950.run(compiled_case("axpy").asm["hsaco"], [], shared=160 * 1024 + 1)
+
+
+def test_kernels_for_other_targets_or_several_ctas_are_refused() -> None:
+    def compiled_for(arch: str, num_ctas: int) -> SimpleNamespace:
+        return SimpleNamespace(metadata=SimpleNamespace(target=SimpleNamespace(arch=arch), num_ctas=num_ctas))
+
+    with pytest.raises(ValueError, match="expected a kernel for gfx950, got one for gfx942"):
+        gfx950.run_compiled(compiled_for("gfx942", 1), [])
+    with pytest.raises(ValueError, match="expected num_ctas 1, got 2"):
+        gfx950.run_compiled(compiled_for("gfx950", 2), [])
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:

@@ -23,6 +23,15 @@ def test_launch_runs_the_kernel_and_records_it() -> None:
     assert any(opcode.startswith("BUFFER_LOAD") for opcode, _ in launch.stats["executed"].values())
 
 
+def test_hazards_in_the_code_are_among_the_findings() -> None:
+    x, out = torch.randn(64), torch.zeros(64)
+    with emulated_device() as device:
+        kernels.squared_exponential[(1,)](x, out, BLOCK=64, num_warps=1)
+    torch.testing.assert_close(out, torch.exp2(2 * x))
+    (finding,) = device.findings()
+    assert "squared_exponential: transcendental result read by a vector instruction: V_EXP_F32" in finding
+
+
 def test_views_of_one_tensor_share_memory() -> None:
     storage = torch.arange(512, dtype=torch.float32)
     before = storage.clone()
