@@ -429,7 +429,7 @@ def run_decode(inputs: Inputs, plan: Plan, out: torch.Tensor, lse: torch.Tensor 
     _attend_kernel[(total_q * heads // plan.head_group, splits)](
         inputs.q, inputs.kv_fp4, inputs.kv_scale, inputs.kv_indptr, stored, lse, partial_out, partial_lse,
         inputs.kv_fp4.stride(0), inputs.kv_scale.stride(0), inputs.kv_scale.stride(1),
-        inputs.sm_scale * math.log2(math.e), splits, inputs.q_len,
+        splits, inputs.q_len, inputs.sm_scale * math.log2(math.e),
         HEADS=heads, HEAD_GROUP=plan.head_group, BLOCK_N=plan.block_n, CHUNK=plan.chunk, SPLIT=splits > 1,
         DTYPE=tl.float32 if INTERPRETED else tl.bfloat16, num_warps=plan.num_warps, num_stages=plan.num_stages,
     )  # fmt: skip

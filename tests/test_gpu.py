@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from conftest import ROOT
+from cases import ROOT
 
 import reference
 import submission

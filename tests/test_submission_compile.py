@@ -10,7 +10,7 @@ import pytest
 import torch
 import triton
 import yaml
-from conftest import ROOT
+from cases import ROOT
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
