@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib.util
 import os
 import re
 import signal
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -30,11 +32,12 @@ if not (HERE / "evalkit").is_dir():
 from evalkit.cases import SpecError, manifest_cases, parse_cases, reduced_case  # noqa: E402
 from evalkit.judge import STRICT_REL_L2  # noqa: E402
 from evalkit.protocol import EXIT_CHECK, EXIT_DEVICE, EXIT_PIPE, EXIT_SPEC, EXIT_USAGE, ResultPipe, log_results  # noqa: E402
-from evalkit.running import FIRST_CALL_LIMIT_S, Reporter, Run  # noqa: E402
+from evalkit.running import FIRST_CALL_LIMIT_S, Reporter, Run, exit_code  # noqa: E402
 from evalkit.supervisor import Nursery  # noqa: E402
 
 MODES = ("test", "benchmark", "leaderboard", "profile")
 EXTRA_MODES = ("audit", "inspect")
+DEVICES = ("auto", "cuda", "cpu", "gfx950")
 # On a CPU, inputs with more tokens than this are worth several threads.
 MANY_TOKENS = 1 << 16
 
@@ -88,9 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("mode", choices=(*MODES, *EXTRA_MODES), help="what to do, see below")
     parser.add_argument("cases", nargs="?", type=Path, help="file with cases (default: those of task.yml)")
     parser.add_argument("--submission", type=Path, default=HERE / "submission.py", help="default: submission.py")
-    parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: a GPU if there is one"
-    )
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="default: a GPU if there is one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE too")
     parser.add_argument("--seed", type=int, help="work this number into every seed (default: POPCORN_SEED, if set)")
     parser.add_argument(
@@ -106,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compare", type=Path, metavar="OLD.json", help="compare the times with an earlier --json file"
     )
+    parser.add_argument("--arch", choices=("gfx950", "sm_90"), default="gfx950", help="of inspect (default: gfx950)")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png, .svg or .html)")
     parser.add_argument(
         "--explain", action="store_true", help="show what the submission's picker tried, and what it printed"
@@ -119,14 +121,24 @@ def fail(code: int, message: str) -> int:
 
 
 def choose_device(wanted: str) -> str | None:
-    """ "cuda" or "cpu"; None when a GPU is asked for and there is none."""
+    """The device to use, never "auto"; None when a GPU is asked for and there is none."""
     import torch
 
-    if wanted == "cpu":
-        return "cpu"
+    if wanted in ("cpu", "gfx950"):
+        return wanted
     if torch.cuda.is_available():
         return "cuda"
     return None if wanted == "cuda" else "cpu"
+
+
+def emulator_missing() -> str | None:
+    """What the gfx950 emulator lacks on this machine, and how to get it; None when it can run."""
+    if not (HERE / "gfx950").is_dir():
+        return "the gfx950 package is not beside eval.py"
+    for name, package in (("triton", "triton==3.6.0"), ("tinygrad", "tinygrad==0.14.0")):
+        if importlib.util.find_spec(name) is None:
+            return f"the gfx950 emulator needs {name}: pip install {package}"
+    return None
 
 
 def torch_threads(count: int) -> None:
@@ -200,7 +212,13 @@ def _run_mode(
         return fail(EXIT_DEVICE, "no GPU that this torch can use; --device cpu checks the file in the interpreter")
     if str(HERE) not in sys.path:
         sys.path.insert(0, str(HERE))
-    if device == "cpu":
+    if device == "gfx950":
+        missing = emulator_missing()
+        if missing is not None:
+            return fail(EXIT_DEVICE, missing)
+        if options.mode not in ("test", "inspect"):
+            return fail(EXIT_USAGE, f"{options.mode}: the emulator has no clock; --device gfx950 goes with `test`")
+    if device != "cuda":
         # The reduced shapes are too small for more, and spinning threads of two processes are in each other's way.
         torch_threads(1)
     if options.mode == "audit":
@@ -218,10 +236,10 @@ def _run_mode(
         cases = parse_cases(text, options.cases.name)
     else:
         cases = manifest_cases("tests" if options.mode == "test" else "benchmarks")
-    reduced = device == "cpu" and options.cases is None
+    reduced = device != "cuda" and options.cases is None
     if reduced:
         cases = [reduced_case(case) for case in cases]
-    elif device == "cpu" and max(case.tokens for case in cases) > MANY_TOKENS:
+    elif device != "cuda" and max(case.tokens for case in cases) > MANY_TOKENS:
         torch_threads(os.cpu_count() or 1)
 
     reporter = Reporter()
@@ -246,10 +264,20 @@ def _run_mode(
         shared_nursery=nursery,
         own_process=own_process,
     )
+    # What a person asks for without further ado on a machine without a GPU: the interpreter, then the gfx950 code.
+    run.also_emulated = (
+        pipe is None and reduced and (options.mode, options.device) == ("test", "auto") and emulator_missing() is None
+    )
     results, code = run.all_cases(cases)
     if pipe is not None:
         log_results(pipe, options.mode, results, code)
     reporter.finish(run, results, code)
+    if run.also_emulated:
+        emulated = replace(run, device="gfx950", shared_nursery=None, also_emulated=False, optional=True)
+        more, emulated_code = emulated.all_cases(cases)
+        emulated.reporter.finish(emulated, more, emulated_code)
+        results += more
+        code = exit_code(results)
     if options.json is not None or options.plot is not None:
         from evalkit.report import report_document, write_json
 

@@ -191,6 +191,9 @@ class PersonReporter(Reporter):
             f"{run.mode}: {what} {run.submission.name} on {len(cases)} cases"
             " (unofficial: the contest's own run decides)"
         )
+        if run.device == "gfx950":
+            line("Kernels are compiled for gfx950; the emulator executes their machine code, on reduced shapes:")
+            line("  " + ", ".join(case.shape for case in cases) + " (batch x tokens)")
         if run.device == "cpu":
             line(
                 "No GPU is used: Triton kernels run in its interpreter"
@@ -199,6 +202,8 @@ class PersonReporter(Reporter):
             line("  " + ", ".join(case.shape for case in cases) + " (batch x tokens)")
             if run.reduced:
                 line("  derived from task.yml: log2 of the batch, a 32nd of the tokens plus one")
+            if run.also_emulated:
+                line("Then the gfx950 code of the same kernels runs in the emulator (--device cpu leaves that out).")
             if run.mode in ("benchmark", "leaderboard"):
                 line("Nothing can be timed without a GPU, so the outputs are checked and no time is shown.")
                 line("`python eval.py inspect` predicts the hot loop's cycles on gfx950.")
@@ -221,6 +226,9 @@ class PersonReporter(Reporter):
 
     def case_done(self, index: int, result: CaseResult) -> None:
         self.done_tokens += self.cases[index].tokens
+        if result.kind == "unused" and self.run is not None and self.run.optional:
+            self.screen.line(f"{self.label}: {result.message}")
+            return
         verdict = "pass" if result.passed else "FAIL"
         text = f"{self.label}: {verdict}"
         if result.stats is not None and result.passed:
@@ -244,6 +252,8 @@ class PersonReporter(Reporter):
             self.screen.line("    | " + shorten(text, self.screen.width - 6))
 
     def finish(self, run: Run, results: list[CaseResult], code: int) -> None:
+        if not results:
+            return
         self.screen.line()
         if run.mode in ("benchmark", "leaderboard") and run.device == "cuda":
             self._times(results)

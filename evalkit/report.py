@@ -53,7 +53,7 @@ def environment(device: str) -> dict[str, Any]:
         found["card"] = torch.cuda.get_device_name()
         found["runtime"] = f"ROCm {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     else:
-        found["card"] = "none (CPU)"
+        found["card"] = "none (gfx950 code in the emulator)" if device == "gfx950" else "none (CPU)"
     return found
 
 

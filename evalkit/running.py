@@ -84,7 +84,11 @@ class Reporter:
 
 @dataclass
 class Run:
-    """One invocation: what to run, where, and under which limits."""
+    """One invocation: what to run, where, and under which limits.
+
+    `also_emulated` announces a second run in the emulator; an `optional` run ends without a fault where a file launches
+    no kernel there.
+    """
 
     mode: str
     submission: Path
@@ -97,6 +101,8 @@ class Run:
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     shared_nursery: Nursery | None = None
     own_process: bool = False
+    also_emulated: bool = False
+    optional: bool = False
 
     def __post_init__(self) -> None:
         self.nursery = self.shared_nursery or Nursery(self.device, exclusive=self.own_process)
@@ -106,8 +112,8 @@ class Run:
 
     @property
     def card(self) -> str:
-        if self.device == "cpu":
-            return "CPU"
+        if self.device != "cuda":
+            return {"cpu": "CPU", "gfx950": "gfx950, emulated"}[self.device]
         import torch
 
         return torch.cuda.get_device_name()
@@ -182,6 +188,8 @@ class Run:
         error = inspection_error(found)
         if error:
             raise WorkerFailure(error, "check")
+        if self.device == "gfx950" and not found.get("launches"):
+            raise WorkerFailure("no kernel was launched, so nothing ran as gfx950 code", "unused")
 
     # -- modes
 
@@ -324,7 +332,7 @@ class Run:
         started = time.monotonic()
         steps = {"test": self.test_case, "profile": self.profile_case}
         step = steps.get(self.mode, self.timed_case)
-        if self.device == "cpu" and self.mode in ("benchmark", "leaderboard"):
+        if self.device != "cuda" and self.mode in ("benchmark", "leaderboard"):
             step = self.test_case
         try:
             if time.monotonic() > self.deadline:
@@ -358,7 +366,12 @@ class Run:
         """Run every case: (results, exit code)."""
         self.reporter.start(self, cases)
         try:
-            results = [self.case(i, case) for i, case in enumerate(cases)]
+            results = []
+            for i, case in enumerate(cases):
+                result = self.case(i, case)
+                if result.kind == "unused" and self.optional:
+                    break
+                results.append(result)
         finally:
             self.close()
         return results, exit_code(results)
@@ -375,6 +388,8 @@ def inspection_error(found: dict[str, Any]) -> str | None:
     """What an inspection of the worker found that no honest submission does, or None."""
     if found.get("replaced"):
         return f"the submission replaced {escape(', '.join(map(str, found['replaced'])), 200)}"
+    if found.get("findings"):
+        return f"the emulator found: {escape('; '.join(map(str, found['findings'])), 400)}"
     if found.get("closed"):
         return f"the submission closed or replaced {escape(', '.join(map(str, found['closed'])), 100)}"
     return None

@@ -98,7 +98,7 @@ class Nursery:
     """Starts workers and says how they ended; see evalkit/worker.py.
 
     Args:
-        device: "cpu" or "cuda".
+        device: "cpu" (Triton interprets), "gfx950" (Triton compiles, the emulator executes) or "cuda".
         exclusive: this process starts no other children, so any that it finds later came from a worker. Otherwise only
             those that carry the nursery's mark in their environment are taken for such.
     """
@@ -125,8 +125,11 @@ class Nursery:
         env["EVAL_NURSERY"] = self.mark
         if self.device == "cpu":
             env["TRITON_INTERPRET"] = "1"
+        elif self.device == "gfx950":
+            env.pop("TRITON_INTERPRET", None)
+        if self.device != "cuda":
             env.setdefault("OMP_NUM_THREADS", "1")
-        how = "fork" if self.device == "cpu" else "exec"
+        how = "exec" if self.device == "cuda" else "fork"
         with theirs:
             command = [sys.executable, str(script), "nursery", str(theirs.fileno()), how]
             self.process = subprocess.Popen(
@@ -223,7 +226,7 @@ class Worker:
             os.set_blocking(fd, False)
             self.decoders[fd] = codecs.getincrementaldecoder("utf-8")()
         # The limit on address space makes a greedy allocation an exception; a GPU driver reserves far too much for it.
-        address = self.memory_bytes if nursery.device == "cpu" else 0
+        address = 0 if nursery.device == "cuda" else self.memory_bytes
         try:
             answer = nursery.ask(
                 {"op": "start", "address_bytes": address}, [control.fileno(), out_write, err_write], limit_s=120.0

@@ -230,12 +230,16 @@ class Worker:
         self.cuda = False
         self.generate: Callable[..., Any] | None = None
         self.flush: Callable[[], None] | None = None
+        self.emulation: Any = None
+        self.emulated: Any = None
 
     # -- setting up
 
     def op_setup(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """Choose the device and, on a GPU, get ready to generate inputs here."""
         self.cuda = request["device"] == "cuda"
+        if request["device"] == "gfx950":
+            self._emulate(request["harness"])
         here = os.path.dirname(_THIS_FILE)
         paths = [request["folder"], request["harness"]]
         others = [path for path in sys.path if path not in (here, *paths)]
@@ -259,6 +263,14 @@ class Worker:
         self._remember()
         sys.path[:] = paths + others
         return {}
+
+    def _emulate(self, harness: str) -> None:
+        """From here on Triton compiles for gfx950 and launches in the emulator."""
+        sys.path.insert(0, harness)
+        from gfx950.device import emulated_device
+
+        self.emulation = emulated_device()
+        self.emulated = self.emulation.__enter__()
 
     def _remember(self) -> None:
         torch = self.torch
@@ -367,7 +379,7 @@ class Worker:
         """Leave NaN in memory of the output's size, so that unwritten output shows."""
         q = self.inputs[slot][0]
         shape = (q.shape[0], q.shape[1], self.inputs[slot][4]["v_head_dim"])
-        blocks = [self.torch.full(shape, float("nan"), dtype=self.torch.bfloat16, device=q.device) for _ in range(4)]
+        blocks = [self.torch.full(shape, float("nan"), dtype=self.torch.bfloat16, device=q.device) for _ in range(8)]
         blocks.clear()
 
     def _describe(self, out: Any) -> dict[str, Any]:
@@ -555,7 +567,11 @@ class Worker:
         if callable(report):
             with contextlib.suppress(Exception):
                 pick = json.loads(json.dumps(report(), default=str)[:200_000])
-        return {"replaced": replaced, "closed": closed, "threads": self._threads(), "pick": pick}
+        found = {"replaced": replaced, "closed": closed, "threads": self._threads(), "pick": pick}
+        if self.emulated is not None:
+            found["launches"] = len(self.emulated.launches)
+            found["findings"] = self.emulated.findings()[:20]
+        return found
 
 
 def _named_tensors(data: Any) -> dict[str, Any]:

@@ -237,15 +237,21 @@ def test_judge_names_the_cache_and_the_row():
     assert Judge(data, tolerance=0.6).strict(out).passed
 
 
-def test_poison_fills_the_memory_that_the_output_will_get():
-    side = worker_side.Worker(None)
-    side.inputs[0] = reference.generate_input(4, 1, 33, 1, device="cpu")
-    found = 0
-    for _ in range(10):
-        kept = torch.ones(4, 16, 512, dtype=torch.bfloat16)
-        del kept
-        side._poison(0)
-        # A free list may hold a few bytes of it.
-        found += float(torch.empty(4, 16, 512, dtype=torch.bfloat16).isnan().float().mean()) > 0.9
-    # The allocator owes nobody this memory, but it gives it nearly always.
-    assert found >= 8
+def test_poison_fills_the_memory_that_the_output_will_get(tmp_path):
+    path = tmp_path / "submission.py"
+    path.write_text(
+        "import torch\n\n\ndef custom_kernel(data):\n"
+        "    return torch.empty(*data[0].shape[:2], 512, dtype=torch.bfloat16)\n"
+    )
+    nursery = Nursery("cpu")
+    run = Run("test", path, "cpu", None, False, shared_nursery=nursery)
+    data = reference.generate_input(3, 1, 65, 2, device="cpu")
+    try:
+        with run.worker() as worker:
+            run.load(worker)
+            give_input(worker, 0, data)
+            shares = [call(worker, [0], [data], poison=True)[0].output.isnan().float().mean() for _ in range(5)]
+    finally:
+        nursery.close()
+    # The allocator owes nobody this memory, and its free list may hold a few bytes of it.
+    assert sorted(shares)[2] > 0.9
