@@ -7,13 +7,10 @@
 //
 // Warp w owns latent dims DIMS w .. DIMS w + DIMS - 1 of every token, for K and for V: nothing is dequantised twice.
 // Heads are the rows (M = 16) of both products. In a warp lane = 4 n + c: token slot n of a group of 8, and the c-th
-// quarter of the warp's dims. Compiled at run time; the host defines WARPS, CTAS_PER_SM, STAGES, SCALE_PITCH (bytes from one token's scales to
-// the next) and SHARED_BYTES.
+// quarter of the warp's dims. Compiled at run time; the host defines WARPS, CTAS_PER_SM, STAGES, SCALE_PITCH (bytes from
+// one token's scales to the next) and SHARED_BYTES.
 
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
+#include "ptx.cuh"
 
 constexpr int HEADS = 16;
 constexpr int LATENT = 512;
@@ -29,6 +26,7 @@ constexpr int WORDS = DIMS / 32;          // 8-code words of a lane, per token
 constexpr int TILES = DIMS / 8;           // n-tiles of the second product: accumulators are 16 heads x 8 dims
 constexpr int QUADS = 4 * WORDS;          // float4 of accumulators per thread
 constexpr int STAGE_BYTES = STEP * (TOKEN_BYTES + SCALE_PITCH) + 16; // packed codes, then scales cut at 16 bytes
+constexpr int MAX_CLUSTER = 16;
 constexpr float NO_MAX = -3.402823466e38f;
 // Weights may grow to 2^12 above the running maximum before it moves: bf16 and float32 have the range, so
 // precision is untouched, and in practice the maximum is settled after the first step.
@@ -38,31 +36,33 @@ static_assert(WARPS == 4 || WARPS == 8, "a lane holds a scale block or half of o
 static_assert(STEP % 16 == 0, "one k-step of the second product is 16 tokens; keeps copies of scales 16-byte aligned");
 
 struct Shared {
-  union {
+  // Stores of 8 bytes a lane take a third pass where they begin between two lines of 128 bytes.
+  union __align__(128) Tiles {
     u8 ring[STAGES][STAGE_BYTES];
     float4 acc[QUADS][THREADS]; // this CTA's accumulators, for the merge
-  };
-  float2 partial[WARPS][2 * GROUPS][32]; // [source warp][fragment 2 group + row half][lane]
-  float2 rope_partial[WARPS][2][32];     // [source warp][row half][lane]: RoPE scores of group source / 2
+  } tiles;
+  // [fragment 2 group + row half][source][lane]: sources are the warps, then the two warps with the group's RoPE scores.
+  float2 partial[2 * GROUPS][WARPS + 2][32];
   u32 weights[2 * GROUPS][32];           // P, fragments in the same order: registers of A operands
   uint4 q_rope[2][THREADS];              // [k-step][thread]: A operands of this thread's RoPE word
+  float2 stats[MAX_CLUSTER][HEADS];      // maximum and sum of weights of each CTA of the cluster
   float tile_max[GROUPS][HEADS];
   float tile_sum[GROUPS][HEADS];
   float running_max[HEADS];
   float sum[HEADS];
   u64 full[STAGES];
-  u32 over; // set by a thread whose weights exceed WEIGHT_LIMIT
+  u32 over;        // set by a thread whose weights exceed WEIGHT_LIMIT
   u32 last;
 };
 // Offsets for the helpers that take addresses.
-constexpr int PARTIAL = __builtin_offsetof(Shared, partial);
-constexpr int PARTIAL_FRAGMENT = sizeof(float2) * 32;
-constexpr int PARTIAL_WARP = PARTIAL_FRAGMENT * 2 * GROUPS;
-constexpr int ROPE_PARTIAL = __builtin_offsetof(Shared, rope_partial);
-constexpr int WEIGHTS = __builtin_offsetof(Shared, weights);
-constexpr int Q_ROPE = __builtin_offsetof(Shared, q_rope);
-constexpr int FULL = __builtin_offsetof(Shared, full);
-constexpr int OVER = __builtin_offsetof(Shared, over);
+constexpr int PARTIAL = sizeof(Shared::Tiles);
+constexpr int SOURCE = sizeof(float2) * 32;
+constexpr int FRAGMENT = SOURCE * (WARPS + 2);
+constexpr int WEIGHTS = PARTIAL + 2 * GROUPS * FRAGMENT;
+constexpr int Q_ROPE = WEIGHTS + 2 * GROUPS * 128;
+constexpr int STATS = Q_ROPE + 2 * 16 * THREADS;
+constexpr int FULL = STATS + MAX_CLUSTER * HEADS * 8 + (2 * GROUPS + 2) * HEADS * 4;
+constexpr int OVER = FULL + 8 * STAGES;
 static_assert(sizeof(Shared) == SHARED_BYTES, "the host launches with another size");
 
 struct Args {
@@ -72,88 +72,11 @@ struct Args {
   const int* kv_indptr;  // [batch + 1]
   u8* out;               // bf16 [batch, 16, 512]
   float4* parts;         // [2 clusters, QUADS, THREADS]: unnormalised sums of clusters that share a sequence
-  float* part_stats;     // [2 clusters, 16 ranks, 2, 16]: maximum (log2), sum of weights
+  float2* part_stats;    // [2 clusters, 16 ranks, 16]: maximum (log2), sum of weights
   u32* arrivals;         // [batch, 16 ranks], zero between launches
   float log2_scale; // sm_scale * log2(e)
   int batch;
 };
-
-__device__ __forceinline__ u32 smem_u32(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
-// Shared memory by 32-bit address: the compiler then neither rebuilds generic addresses nor reloads the window's base.
-template <int OFFSET> __device__ __forceinline__ u32 lds32(u32 at) {
-  u32 r;
-  asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(r) : "r"(at), "n"(OFFSET) : "memory");
-  return r;
-}
-
-template <int OFFSET> __device__ __forceinline__ int lds8(u32 at) {
-  int r;
-  asm volatile("ld.shared.u8 %0, [%1+%2];" : "=r"(r) : "r"(at), "n"(OFFSET) : "memory");
-  return r;
-}
-
-template <int OFFSET> __device__ __forceinline__ void lds64(u32 at, u32* r) {
-  asm volatile("ld.shared.v2.u32 {%0,%1}, [%2+%3];" : "=r"(r[0]), "=r"(r[1]) : "r"(at), "n"(OFFSET) : "memory");
-}
-
-template <int OFFSET> __device__ __forceinline__ float2 lds_float2(u32 at) {
-  float2 r;
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2+%3];" : "=f"(r.x), "=f"(r.y) : "r"(at), "n"(OFFSET) : "memory");
-  return r;
-}
-
-template <int OFFSET> __device__ __forceinline__ void lds128(u32 at, u32* r) {
-  asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4+%5];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(at), "n"(OFFSET)
-               : "memory");
-}
-
-template <int OFFSET> __device__ __forceinline__ void sts32(u32 at, u32 x) {
-  asm volatile("st.shared.u32 [%0+%1], %2;" ::"r"(at), "n"(OFFSET), "r"(x) : "memory");
-}
-
-template <int OFFSET> __device__ __forceinline__ void sts_float2(u32 at, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0+%1], {%2,%3};" ::"r"(at), "n"(OFFSET), "f"(x), "f"(y) : "memory");
-}
-
-template <int OFFSET> __device__ __forceinline__ void ldmatrix4(u32 at, u32 (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4+%5];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(at), "n"(OFFSET)
-               : "memory");
-}
-
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
-__device__ __forceinline__ u32 pack_bf16(float lo, float hi) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-
-__device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
-  u32 r;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
-
-__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-__device__ __forceinline__ u32 transpose8x8(u32 a) {
-  u32 d;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
-}
 
 // Eight e2m1 codes -> four bf16 pairs (n_i, n_{i+4}). A code `s eem` moved to bits 15 and 8..6 of a bf16 is its value
 // times 2^-126 (a subnormal where e = 0), so one exact multiply by 2^126 times the scale finishes it.
@@ -175,79 +98,6 @@ __device__ __forceinline__ u32 wide_factor(int b) {
   return f * 0x00010001u;
 }
 
-__device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_wait(u32 bar, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n}" ::"r"(bar), "r"(parity) : "memory");
-}
-
-__device__ __forceinline__ void mbarrier_expect(u32 bar, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void bulk_load(u32 dst, const u8* src, u32 bytes, u32 bar) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
-      "l"(src), "r"(bytes), "r"(bar)
-      : "memory");
-}
-
-__device__ __forceinline__ bool elect_one() {
-  u32 chosen;
-  asm volatile("{\n.reg .pred p;\nelect.sync _|p, 0xFFFFFFFF;\nselp.u32 %0, 1, 0, p;\n}" : "=r"(chosen));
-  return chosen;
-}
-
-__device__ __forceinline__ u32 cluster_rank() {
-  u32 r;
-  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
-  return r;
-}
-
-__device__ __forceinline__ u32 cluster_size() {
-  u32 r;
-  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(r));
-  return r;
-}
-
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Orders nothing but the CTAs themselves: no memory fence.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
-}
-
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ u32 peer_address(const void* p, u32 rank) {
-  u32 a;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(a) : "r"(smem_u32(p)), "r"(rank));
-  return a;
-}
-
-__device__ __forceinline__ float peer_float(u32 address) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
-  return v;
-}
-
-__device__ __forceinline__ float4 peer_float4(u32 address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
-  return v;
-}
-
 // Token of slot n inside its group of 8. With this order the eight lanes of a shared-memory phase read two tokens
 // whose 288-byte rows are 16 banks apart, so 16-byte loads do not conflict.
 __device__ __forceinline__ int slot_token(int n) { return (n & 4) | ((n & 1) << 1) | ((n >> 1) & 1); }
@@ -256,6 +106,8 @@ __device__ __forceinline__ int slot_token(int n) { return (n & 4) | ((n & 1) << 
 struct Thread {
   int lane, warp, n, c;
   u32 shared; // address of Shared
+  u32 store;  // address of this warp's partial scores in fragment 0
+  u32 gather; // address of source 0 in the fragment that this warp sums
   u32 q[2 * WORDS][4]; // A operands of the first product: heads n and n + 8, this lane's dims
   float acc[TILES][4];
   float max; // running maximum (log2) of head n + 8 (warp & 1)
@@ -299,8 +151,8 @@ struct Packed {
 
 template <int GROUP>
 __device__ __forceinline__ void store_partial(u32 at, const float (&s)[4]) {
-  sts_float2<PARTIAL + 2 * GROUP * PARTIAL_FRAGMENT>(at, s[0], s[1]);
-  sts_float2<PARTIAL + (2 * GROUP + 1) * PARTIAL_FRAGMENT>(at, s[2], s[3]);
+  sts_float2<2 * GROUP * FRAGMENT>(at, s[0], s[1]);
+  sts_float2<(2 * GROUP + 1) * FRAGMENT>(at, s[2], s[3]);
 }
 
 // Dequantises this warp's dims of one step, hands out partial scores, leaves V's B operands in v. Warps 2 g and 2 g + 1
@@ -308,23 +160,23 @@ __device__ __forceinline__ void store_partial(u32 at, const float (&s)[4]) {
 template <bool WIDE>
 __device__ __forceinline__ void score_step(const Thread& t, const Packed& x, u32 (&v)[GROUPS][TILES]) {
   {
-    u32 k[4], first[4], second[4];
-    dequant_word(x.rope, scale_factor(WIDE ? min(x.rope_scale, 128) : x.rope_scale), k);
+    u32 rope[4], first[4], second[4];
+    dequant_word(x.rope, scale_factor(WIDE ? min(x.rope_scale, 128) : x.rope_scale), rope);
     if (WIDE) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) k[i] = mul_bf16x2(k[i], wide_factor(x.rope_scale));
+      for (int i = 0; i < 4; i++) rope[i] = mul_bf16x2(rope[i], wide_factor(x.rope_scale));
     }
     const u32 q_rope = t.shared + (512 * t.warp + 16 * t.lane);
     lds128<Q_ROPE>(q_rope, first);
     lds128<Q_ROPE + 16 * THREADS>(q_rope, second);
     float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    mma(s, first, k[0], k[1]);
-    mma(s, second, k[2], k[3]);
-    const u32 at = t.shared + (2 * PARTIAL_FRAGMENT * t.warp + 8 * t.lane);
-    sts_float2<ROPE_PARTIAL>(at, s[0], s[1]);
-    sts_float2<ROPE_PARTIAL + PARTIAL_FRAGMENT>(at, s[2], s[3]);
+    mma(s, first, rope[0], rope[1]);
+    mma(s, second, rope[2], rope[3]);
+    // Fragments 2 (warp / 2) and the next, source WARPS + (warp & 1).
+    const u32 at = t.store + (2 * FRAGMENT * (t.warp >> 1) + SOURCE * (WARPS + (t.warp & 1) - t.warp));
+    sts_float2<0>(at, s[0], s[1]);
+    sts_float2<FRAGMENT>(at, s[2], s[3]);
   }
-  const u32 partial = t.shared + (PARTIAL_WARP * t.warp + 8 * t.lane);
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
     const u32 factor = scale_factor(WIDE ? min(x.scale[g], 128) : x.scale[g]);
@@ -332,21 +184,21 @@ __device__ __forceinline__ void score_step(const Thread& t, const Packed& x, u32
     float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
     for (int j = 0; j < WORDS; j++) {
-      u32 k[4];
-      dequant_word(x.word[g][j], factor, k);
+      u32 r[4];
+      dequant_word(x.word[g][j], factor, r);
       if (WIDE) {
 #pragma unroll
-        for (int i = 0; i < 4; i++) k[i] = mul_bf16x2(k[i], extra);
+        for (int i = 0; i < 4; i++) r[i] = mul_bf16x2(r[i], extra);
       }
-      mma(s, t.q[2 * j], k[0], k[1]);
-      mma(s, t.q[2 * j + 1], k[2], k[3]);
+      mma(s, t.q[2 * j], r[0], r[1]);
+      mma(s, t.q[2 * j + 1], r[2], r[3]);
 #pragma unroll
-      for (int i = 0; i < 4; i++) v[g][4 * j + i] = transpose8x8(k[i]);
+      for (int i = 0; i < 4; i++) v[g][4 * j + i] = transpose8x8(r[i]);
     }
-    if (g == 0) store_partial<0>(partial, s);
-    if (g == 1) store_partial<1>(partial, s);
-    if (g == 2) store_partial<2>(partial, s);
-    if (g == 3) store_partial<3>(partial, s);
+    if (g == 0) store_partial<0>(t.store, s);
+    if (g == 1) store_partial<1>(t.store, s);
+    if (g == 2) store_partial<2>(t.store, s);
+    if (g == 3) store_partial<3>(t.store, s);
   }
 }
 
@@ -354,23 +206,22 @@ __device__ __forceinline__ void score_step(const Thread& t, const Packed& x, u32
 // tokens of the step exist.
 template <bool TAIL>
 __device__ __forceinline__ float2 gather_scores(const Thread& t, int left) {
-  const u32 source = t.shared + (PARTIAL_FRAGMENT * t.warp + 8 * t.lane);
-  float2 x[WARPS];
-  x[0] = lds_float2<PARTIAL>(source);
-  x[1] = lds_float2<PARTIAL + PARTIAL_WARP>(source);
-  x[2] = lds_float2<PARTIAL + 2 * PARTIAL_WARP>(source);
-  x[3] = lds_float2<PARTIAL + 3 * PARTIAL_WARP>(source);
+  float2 x[WARPS + 2];
+  x[0] = lds_float2<0>(t.gather);
+  x[1] = lds_float2<SOURCE>(t.gather);
+  x[2] = lds_float2<2 * SOURCE>(t.gather);
+  x[3] = lds_float2<3 * SOURCE>(t.gather);
+  x[4] = lds_float2<4 * SOURCE>(t.gather);
+  x[5] = lds_float2<5 * SOURCE>(t.gather);
   if (WARPS == 8) {
-    x[4 % WARPS] = lds_float2<PARTIAL + 4 * PARTIAL_WARP>(source);
-    x[5 % WARPS] = lds_float2<PARTIAL + 5 * PARTIAL_WARP>(source);
-    x[6 % WARPS] = lds_float2<PARTIAL + 6 * PARTIAL_WARP>(source);
-    x[7 % WARPS] = lds_float2<PARTIAL + 7 * PARTIAL_WARP>(source);
+    x[6 % (WARPS + 2)] = lds_float2<6 * SOURCE>(t.gather);
+    x[7 % (WARPS + 2)] = lds_float2<7 * SOURCE>(t.gather);
+    x[8 % (WARPS + 2)] = lds_float2<8 * SOURCE>(t.gather);
+    x[9 % (WARPS + 2)] = lds_float2<9 * SOURCE>(t.gather);
   }
-  const u32 rope = t.shared + (4 * PARTIAL_FRAGMENT * (t.warp >> 1) + PARTIAL_FRAGMENT * (t.warp & 1) + 8 * t.lane);
-  const float2 y[2] = {lds_float2<ROPE_PARTIAL>(rope), lds_float2<ROPE_PARTIAL + 2 * PARTIAL_FRAGMENT>(rope)};
-  float2 s = {y[0].x + y[1].x, y[0].y + y[1].y};
+  float2 s = x[0];
 #pragma unroll
-  for (int w = 0; w < WARPS; w++) {
+  for (int w = 1; w < WARPS + 2; w++) {
     s.x += x[w].x;
     s.y += x[w].y;
   }
@@ -425,11 +276,8 @@ struct Offsets {
   u32 data, scale, rope, rope_scale;
 };
 
-// One step: scores, weights, weighted values, from the stage at shared address `stage`.
-template <bool TAIL>
-__device__ __forceinline__ void step(Shared& sh, Thread& t, float log2_scale, u32 stage, const Offsets& at, int left) {
+__device__ __forceinline__ void load_packed(Packed& x, u32 stage, const Offsets& at) {
   constexpr int DATA_GROUP = 8 * TOKEN_BYTES, SCALE_GROUP = 8 * SCALE_PITCH;
-  Packed x;
   const u32 data = stage + at.data, scale = stage + at.scale;
   if (WORDS == 4) {
     lds128<0>(data, x.word[0]);
@@ -448,6 +296,13 @@ __device__ __forceinline__ void step(Shared& sh, Thread& t, float log2_scale, u3
   }
   x.rope = lds32<0>(stage + at.rope);
   x.rope_scale = lds8<0>(stage + at.rope_scale);
+}
+
+// One step from the stage at offset `stage`: scores, weights, weighted values.
+template <bool TAIL>
+__device__ __forceinline__ void step(Shared& sh, Thread& t, float log2_scale, u32 stage, const Offsets& at, int left) {
+  Packed x;
+  load_packed(x, stage, at);
   if (TAIL) { // what lies beyond the last token counts as zero
     const int token = slot_token(t.n);
 #pragma unroll
@@ -468,11 +323,14 @@ __device__ __forceinline__ void step(Shared& sh, Thread& t, float log2_scale, u3
   sts32<WEIGHTS>(t.shared + (128 * t.warp + 4 * t.lane), pack_bf16(p.x, p.y));
   if (p.x + p.y > WEIGHT_LIMIT) sts32<OVER>(t.shared, 1);
   __syncthreads();
-  if (lds32<OVER>(t.shared)) p = raise_max<TAIL>(sh, t, log2_scale, left);
-  t.sum += p.x + p.y;
   const u32 weights = t.shared + 16 * t.lane;
   u32 w[4];
   ldmatrix4<WEIGHTS>(weights, w);
+  if (lds32<OVER>(t.shared)) {
+    p = raise_max<TAIL>(sh, t, log2_scale, left);
+    ldmatrix4<WEIGHTS>(weights, w);
+  }
+  t.sum += p.x + p.y;
 #pragma unroll
   for (int r = 0; r < TILES; r++) mma(t.acc[r], w, v[0][r], v[1][r]);
   if (GROUPS == 4) {
@@ -509,10 +367,10 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, i64
   turn += (count + STEP - 1) / STEP;
   const int token = slot_token(t.n), own = t.warp >> 1; // own: the group whose RoPE this warp handles
   const Offsets at = {
-      t.shared + token * TOKEN_BYTES + DIMS / 8 * t.c + DIMS / 2 * t.warp,
-      t.shared + STEP * TOKEN_BYTES + shift + token * SCALE_PITCH + (DIMS / 4 * t.c) / 32 + DIMS / 32 * t.warp,
-      t.shared + (token + 8 * own) * TOKEN_BYTES + ROPE_BYTE + 8 * t.c + 4 * (t.warp & 1),
-      t.shared + STEP * TOKEN_BYTES + shift + (token + 8 * own) * SCALE_PITCH + ROPE_BLOCK + (t.c >> 1)};
+      keep(t.shared + token * TOKEN_BYTES + DIMS / 8 * t.c + DIMS / 2 * t.warp),
+      keep(t.shared + STEP * TOKEN_BYTES + shift + token * SCALE_PITCH + (DIMS / 4 * t.c) / 32 + DIMS / 32 * t.warp),
+      keep(t.shared + (token + 8 * own) * TOKEN_BYTES + ROPE_BYTE + 8 * t.c + 4 * (t.warp & 1)),
+      keep(t.shared + STEP * TOKEN_BYTES + shift + (token + 8 * own) * SCALE_PITCH + ROPE_BLOCK + (t.c >> 1))};
   int left = count;
 #pragma unroll 1
   while (left > 0) {
@@ -554,21 +412,21 @@ __device__ __forceinline__ void add_scaled(float4& r, float w, float4 x) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) mla_decode_mxfp4(const __grid_constant__ Args a) {
-  extern __shared__ __align__(1024) u8 raw[];
+  SHARED_MEMORY(raw);
   Shared& sh = *(Shared*)raw;
-  // With programmatic launch this grid may begin before the one ahead has ended; nothing of that one was read yet.
-  asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
   Thread t;
   t.lane = threadIdx.x & 31;
   t.warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
   t.n = t.lane >> 2;
   t.c = t.lane & 3;
   t.shared = smem_u32(raw);
+  t.store = keep(t.shared + PARTIAL + SOURCE * t.warp + 8 * t.lane);
+  t.gather = keep(t.shared + PARTIAL + FRAGMENT * t.warp + 8 * t.lane);
   const u32 rank = cluster_rank(), size = cluster_size();
   const u32 cluster = blockIdx.x / size, clusters = gridDim.x / size;
   if (threadIdx.x == 0) {
     for (int i = 0; i < STAGES; i++) mbarrier_init(smem_u32(&sh.full[i]), 1);
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_mbarrier_init();
     sh.over = 0;
   }
 
@@ -635,7 +493,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) mla_decode_mx
     if (t.c == 0) sh.tile_sum[t.warp >> 1][t.n + 8 * (t.warp & 1)] = t.sum;
     // The ring is idle (its last loads came before the barriers of the last step): acc takes its place.
 #pragma unroll
-    for (int k = 0; k < QUADS; k++) sh.acc[k][threadIdx.x] = acc_quad(t, k);
+    for (int k = 0; k < QUADS; k++) sh.tiles.acc[k][threadIdx.x] = acc_quad(t, k);
     __syncthreads();
     if (threadIdx.x < HEADS) {
       float sum = 0.0f;
@@ -645,78 +503,94 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) mla_decode_mx
     if (size > 1) cluster_sync();
     else __syncthreads();
 
-    // Each CTA merges its share of the quads over the cluster.
+    // Each CTA merges its share of the quads over the cluster: quads k THREADS + thread, of its own from `first_quad` on.
+    for (u32 i = threadIdx.x; i < size * HEADS; i += THREADS) {
+      const u32 peer = i / HEADS, head = i % HEADS;
+      sh.stats[peer][head] = {peer_float(peer_address(&sh.running_max[head], peer)),
+                              peer_float(peer_address(&sh.sum[head], peer))};
+    }
+    __syncthreads();
     const bool whole = begin >= start && end <= stop;
     const u32 slot = 2 * cluster + (begin > start ? 1 : 0);
     u8* out_row = a.out + (i64)b * (HEADS * LATENT * 2);
-    const u32 quads = QUADS * THREADS / size;
-#pragma unroll 1
-    for (u32 i = threadIdx.x; i < quads; i += THREADS) {
-      const u32 quad = rank * quads + i;
-      const u32 k = quad / THREADS, owner_thread = quad % THREADS;
-      const int head = t.n + 8 * (k / (2 * WORDS));
-      float top = NO_MAX;
+    const u32 quads = QUADS * THREADS / size, first_quad = rank * quads;
+    const u32 k_base = first_quad / THREADS;
+    const u32 per_thread = (quads + THREADS - 1) / THREADS;
+    const bool active = threadIdx.x < quads;
+    const u32 owner_thread = first_quad % THREADS + threadIdx.x; // not this one only where a CTA has under a quad a thread
+    auto merge = [&](u32 count, auto&& stat, auto&& quad, auto&& done) {
+      float2 total[2]; // maximum and sum of weights, heads n and n + 8
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        total[h] = {NO_MAX, 0.0f};
 #pragma unroll 4
-      for (u32 p = 0; p < size; p++) top = fmaxf(top, peer_float(peer_address(&sh.running_max[head], p)));
-      float sum = 0.0f;
-      float4 r = {0, 0, 0, 0};
+        for (u32 p = 0; p < count; p++) total[h].x = fmaxf(total[h].x, stat(p, t.n + 8 * h).x);
 #pragma unroll 4
-      for (u32 p = 0; p < size; p++) {
-        const float w = exp2_approx(peer_float(peer_address(&sh.running_max[head], p)) - top);
-        sum += w * peer_float(peer_address(&sh.sum[head], p));
-        add_scaled(r, w, peer_float4(peer_address(&sh.acc[k][owner_thread], p)));
-      }
-      if (whole) {
-        store_quad(t, out_row, k, quad % THREADS, r, 1.0f / sum);
-      } else {
-        a.parts[(i64)slot * (QUADS * THREADS) + quad] = r;
-        if (t.warp == 0 && t.c == 0) {
-          float* stats = a.part_stats + (slot * 16 + rank) * 32 + head;
-          stats[0] = top;
-          stats[16] = sum;
+        for (u32 p = 0; p < count; p++) {
+          const float2 s = stat(p, t.n + 8 * h);
+          total[h].y += exp2_approx(s.x - total[h].x) * s.y;
         }
       }
-    }
+      if (active) {
+#pragma unroll 1
+        for (u32 k = 0; k < per_thread; k++) {
+          const bool half = (k_base + k) / (2 * WORDS);
+          const float top = half ? total[1].x : total[0].x;
+          float4 r = {0, 0, 0, 0};
+#pragma unroll 8
+          for (u32 p = 0; p < count; p++) add_scaled(r, exp2_approx(stat(p, t.n + 8 * half).x - top), quad(p, k));
+          done(k, r, half ? total[1].y : total[0].y);
+        }
+      }
+    };
+    auto store_out = [&](u32 k, float4 r, float sum) {
+      store_quad(t, out_row, k_base + k, owner_thread, r, 1.0f / sum);
+    };
+    float4* part = a.parts + (i64)slot * (QUADS * THREADS) + first_quad + threadIdx.x;
+    merge(
+        size, [&](u32 p, u32 head) { return sh.stats[p][head]; },
+        [&](u32 p, u32 k) { return peer_float4(peer_address(&sh.tiles.acc[k_base + k][owner_thread], p)); },
+        [&](u32 k, float4 r, float sum) {
+          if (whole) store_out(k, r, sum);
+          else part[k * THREADS] = r;
+        });
     if (size > 1) cluster_arrive_relaxed(); // peers' accumulators are read no more
     if (!whole) {
       // Parts of a sequence meet in memory: the last cluster to arrive merges, each of its CTAs its own quads.
-      const u32 c0 = owner(begin), c1 = owner(end - 1);
+      if (threadIdx.x < HEADS) {
+        float2 total = {NO_MAX, 0.0f};
+        for (u32 p = 0; p < size; p++) total.x = fmaxf(total.x, sh.stats[p][threadIdx.x].x);
+        for (u32 p = 0; p < size; p++)
+          total.y += exp2_approx(sh.stats[p][threadIdx.x].x - total.x) * sh.stats[p][threadIdx.x].y;
+        a.part_stats[(slot * MAX_CLUSTER + rank) * HEADS + threadIdx.x] = total;
+      }
+      const u32 c0 = owner(begin), parts = owner(end - 1) - c0 + 1;
       __syncthreads();
       if (threadIdx.x == 0) {
-        u32 old;
-        asm volatile("fence.acq_rel.gpu;\natom.inc.relaxed.gpu.global.u32 %0, [%1], %2;\nfence.acq_rel.gpu;"
-                     : "=r"(old)
-                     : "l"(a.arrivals + (i64)b * 16 + rank), "r"(c1 - c0)
-                     : "memory");
-        sh.last = old == c1 - c0;
+        const u32 old = arrive_counter(a.arrivals + (i64)b * MAX_CLUSTER + rank, parts - 1);
+        sh.last = old == parts - 1;
       }
       __syncthreads();
       if (sh.last) {
-#pragma unroll 1
-        for (u32 i = threadIdx.x; i < quads; i += THREADS) {
-          const u32 quad = rank * quads + i;
-          const u32 k = quad / THREADS;
-          const int head = t.n + 8 * (k / (2 * WORDS));
-          // Only the first cluster of a sequence can have begun with another one.
-          auto part_slot = [&](u32 p) { return 2 * p + (begin > share_begin(p) ? 1 : 0); };
-          float top = NO_MAX, sum = 0.0f;
-#pragma unroll 4
-          for (u32 p = c0; p <= c1; p++) top = fmaxf(top, __ldcg(a.part_stats + (part_slot(p) * 16 + rank) * 32 + head));
-          float4 r = {0, 0, 0, 0};
-#pragma unroll 4
-          for (u32 p = c0; p <= c1; p++) {
-            const float* stats = a.part_stats + (part_slot(p) * 16 + rank) * 32 + head;
-            const float w = exp2_approx(__ldcg(stats) - top);
-            sum += w * __ldcg(stats + 16);
-            add_scaled(r, w, __ldcg(a.parts + (i64)part_slot(p) * (QUADS * THREADS) + quad));
-          }
-          store_quad(t, out_row, k, quad % THREADS, r, 1.0f / sum);
-        }
+        // Only the first cluster of a sequence can have begun with another one.
+        auto part_slot = [&](u32 p) { return 2 * (c0 + p) + (begin > share_begin(c0 + p) ? 1 : 0); };
+        // Statistics of the parts, up to sh.stats in shared memory that is free by now: peers may still read sh.tiles.
+        // The host's plans keep the number of clusters, and so of parts, within it.
+        float2* stats = size == 1 ? (float2*)&sh.tiles : (float2*)&sh.partial;
+        for (u32 i = threadIdx.x; i < parts * HEADS; i += THREADS)
+          stats[i] = __ldcg(a.part_stats + (part_slot(i / HEADS) * MAX_CLUSTER + rank) * HEADS + i % HEADS);
+        __syncthreads();
+        merge(
+            parts, [&](u32 p, u32 head) { return stats[p * HEADS + head]; },
+            [&](u32 p, u32 k) {
+              return __ldcg(a.parts + (i64)part_slot(p) * (QUADS * THREADS) + first_quad + k * THREADS + threadIdx.x);
+            },
+            store_out);
       }
     }
     pos = seg_end;
     // The ring that takes acc's place is written by bulk copies.
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    fence_before_bulk();
     if (size > 1) cluster_wait();
     if (pos >= stop) return;
     do b++;

@@ -26,8 +26,8 @@ TOKEN_BYTES = QK_DIM // 2
 SCALE_BLOCKS = QK_DIM // 32
 MIN_SCALE_PITCH, MAX_SCALE_PITCH = SCALE_BLOCKS, 32  # bytes between two tokens' scales that the kernel reads in place
 MAX_CLUSTER = 16  # over 8 is not portable, but every Hopper GPU so far takes it
-ARRIVALS_PER_SEQUENCE = 16  # counters, one per rank of a cluster
-EARLY = True  # begin while the launch ahead on the queue still ends; the kernel waits for it
+ARRIVALS_PER_SEQUENCE = MAX_CLUSTER  # counters, one per rank of a cluster
+MAX_PLANS = 9  # each is compiled once per build and timed by whoever picks
 SOURCE = Path(__file__).with_name("hopper.cu")
 
 
@@ -44,21 +44,32 @@ class Build:
         """Tokens of one pass through the kernel's loop."""
         return 4 * self.warps
 
+    def _tiles_bytes(self, scale_pitch: int) -> int:
+        ring = self.stages * (self.step * (TOKEN_BYTES + scale_pitch) + 16)
+        return (max(ring, HEADS * LATENT_DIM * 4) + 127) & ~127
+
+    def _exchange_bytes(self) -> int:
+        # Partial scores, weights, Q of the RoPE dims; a step has as many fragments of 8 heads x 8 tokens as warps.
+        return self.warps * (self.warps + 2) * 256 + self.warps * 128 + self.warps * 1024
+
     def shared_bytes(self, scale_pitch: int) -> int:
         """Size of `Shared` in hopper.cu, which asserts that it is the same."""
-        fragments = 2 * (self.warps // 2)
-        ring = self.stages * (self.step * (TOKEN_BYTES + scale_pitch) + 16)
-        size = max(ring, HEADS * LATENT_DIM * 4) + 15 & ~15
-        size += self.warps * (fragments + 2) * 32 * 8 + fragments * 32 * 4 + 2 * 32 * self.warps * 16
-        size += (2 * (self.warps // 2) + 2) * HEADS * 4
-        size = (size + 7 & ~7) + 8 * self.stages + 8
-        return size + 15 & ~15
+        size = self._tiles_bytes(scale_pitch) + self._exchange_bytes()
+        size += MAX_CLUSTER * HEADS * 8 + (self.warps + 2) * HEADS * 4  # maxima and sums
+        size += 8 * self.stages + 8  # barriers, flags
+        return (size + 127) & ~127
+
+    def max_clusters(self, cluster: int) -> int:
+        """Clusters that may share one sequence: their statistics must fit where the merge keeps them."""
+        room = self._exchange_bytes() + (self._tiles_bytes(MIN_SCALE_PITCH) if cluster == 1 else 0)
+        return room // (HEADS * 8)
 
     def options(self, scale_pitch: int) -> tuple[str, ...]:
         """NVRTC options."""
         return (
             "--gpu-architecture=sm_90",
             "--std=c++17",
+            "--device-as-default-execution-space",  # for generic lambdas
             f"-DWARPS={self.warps}",
             f"-DCTAS_PER_SM={self.ctas_per_sm}",
             f"-DSTAGES={self.stages}",
@@ -67,7 +78,7 @@ class Build:
         )
 
 
-BUILDS = {8: Build(8, 2, 4), 4: Build(4, 3, 6)}
+BUILDS = {8: Build(8, 2, 4), 4: Build(4, 3, 8)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +95,9 @@ class HopperPlan:
             raise ValueError(f"HopperPlan.cluster: expected 1, 2, 4, 8 or 16, got {self.cluster}")
         if self.warps not in BUILDS:
             raise ValueError(f"HopperPlan.warps: expected one of {tuple(BUILDS)}, got {self.warps}")
-        if not 1 <= self.clusters <= 1 << 16:
-            raise ValueError(f"HopperPlan.clusters: expected 1..65536, got {self.clusters}")
+        limit = BUILDS[self.warps].max_clusters(self.cluster)
+        if not 1 <= self.clusters <= limit:
+            raise ValueError(f"HopperPlan.clusters: expected 1..{limit}, got {self.clusters}")
 
 
 class _Args(ctypes.Structure):
@@ -113,16 +125,27 @@ def choose_plans(batch: int, total_kv: int, num_sms: int) -> list[HopperPlan]:
         num_sms: multiprocessors of the device.
     """
     plans: list[HopperPlan] = []
-    for warps, build in BUILDS.items():
-        steps = max(1, -(-total_kv // build.step))
-        for cluster in (1, 2, 4, 8, 16):
-            for ctas in (num_sms * build.ctas_per_sm, num_sms * 2, num_sms):
-                clusters = max(1, min(ctas // cluster, steps // cluster))
-                for count in (clusters, clusters // batch * batch):
-                    plan = HopperPlan(cluster, count, warps) if count else None
-                    if plan and plan not in plans:
-                        plans.append(plan)
-    return plans
+
+    def add(cluster: int, clusters: int, warps: int) -> None:
+        steps = -(-total_kv // BUILDS[warps].step)
+        clusters = min(clusters, BUILDS[warps].max_clusters(cluster), -(-steps // cluster))
+        plan = HopperPlan(cluster, max(1, clusters), warps)
+        if plan not in plans:
+            plans.append(plan)
+
+    # One or two CTAs an SM, the same number for every sequence, so that a uniform batch is cut evenly; sequences in one
+    # cluster where it is large enough, since then nothing crosses memory.
+    for ctas in (num_sms, 2 * num_sms):
+        splits = 1 << max(0, (ctas // batch).bit_length() - 1)
+        if batch <= ctas:
+            for cluster in (16, 8, 4, 2, 1):
+                if cluster <= splits <= 16 * cluster:
+                    add(cluster, batch * splits // cluster, 8)
+    # Every slot busy, cut across sequences: for ragged batches and those that do not divide the machine.
+    add(2, num_sms, 8)
+    add(1, 2 * num_sms, 8)
+    add(1, 3 * num_sms, 4)
+    return plans[:MAX_PLANS]
 
 
 @dataclass(slots=True)
@@ -130,7 +153,7 @@ class _Workspace:
     """Scratch of one CUDA queue: calls on one queue never overlap, so they share it."""
 
     parts: torch.Tensor  # float32 [2 clusters, 16, 512]
-    stats: torch.Tensor  # float32 [2 clusters, 16 ranks, 2, 16]
+    stats: torch.Tensor  # float32 [2 clusters, 16 ranks, 16 heads, 2]
     arrivals: torch.Tensor  # int32 [batch, 16], zero between launches
 
     def holds(self, batch: int, clusters: int) -> bool:
@@ -139,7 +162,7 @@ class _Workspace:
 
 def _parts(clusters: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     parts = torch.empty((2 * clusters, HEADS, LATENT_DIM), dtype=torch.float32, device=device)
-    return parts, torch.empty((2 * clusters, MAX_CLUSTER, 2, HEADS), dtype=torch.float32, device=device)
+    return parts, torch.empty((2 * clusters, MAX_CLUSTER, HEADS, 2), dtype=torch.float32, device=device)
 
 
 class _ZeroArena:
@@ -169,6 +192,12 @@ class _ZeroArena:
         return self._rows[self._used - batch : self._used]
 
 
+def source_text() -> str:
+    """The kernel's source with its one include in place."""
+    ptx = SOURCE.with_name("ptx.cuh").read_text().replace("#pragma once\n", "")
+    return SOURCE.read_text().replace('#include "ptx.cuh"\n', ptx)
+
+
 @cache
 def load_kernel(device_index: int, warps: int, scale_pitch: int) -> nvrtc.Kernel:
     """The kernel for one device, compiled on the first call.
@@ -181,7 +210,7 @@ def load_kernel(device_index: int, warps: int, scale_pitch: int) -> nvrtc.Kernel
     build = BUILDS[warps]
     with torch.cuda.device(device_index):
         torch.cuda.current_stream()  # makes torch's context current in this thread
-        cubin = nvrtc.compile_cubin(SOURCE.read_text(), SOURCE.name, build.options(scale_pitch))
+        cubin = nvrtc.compile_cubin(source_text(), SOURCE.name, build.options(scale_pitch))
         return nvrtc.Kernel(cubin, "mla_decode_mxfp4", _Args, 32 * warps, build.shared_bytes(scale_pitch))
 
 
@@ -264,7 +293,7 @@ class HopperBackend:
         launch = self._launches.get(key)
         if launch is None:
             kernel = load_kernel(index, plan.warps, scale.stride(0))
-            launch = kernel.prepare(plan.cluster * plan.clusters, plan.cluster, EARLY)
+            launch = kernel.prepare(plan.cluster * plan.clusters, plan.cluster)
             self._launches[key] = launch
         space = self._workspace(index, queue, batch, plan.clusters, q.device)
         out = torch.empty((batch, HEADS, LATENT_DIM), dtype=torch.bfloat16, device=q.device)

@@ -43,7 +43,6 @@ class _LaunchConfig(ctypes.Structure):
 
 # CUlaunchAttributeID and CUfunction_attribute of the CUDA driver API.
 _ATTRIBUTE_CLUSTER_DIMENSION = 4
-_ATTRIBUTE_PROGRAMMATIC_SERIALIZATION = 6
 _MAX_DYNAMIC_SHARED_BYTES = 8
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
 
@@ -72,6 +71,10 @@ def load_nvrtc() -> ctypes.CDLL:
     reasons = []
     for name in nvrtc_candidates():
         try:
+            # The library opens its builtins by bare name; loaded before, they are found wherever they lie.
+            for builtins in sorted(glob.glob(os.path.join(os.path.dirname(name), "libnvrtc-builtins.so.*"))):
+                if ".alt." not in builtins:
+                    ctypes.CDLL(builtins)
             return ctypes.CDLL(name)
         except OSError as error:
             reasons.append(str(error))
@@ -181,30 +184,24 @@ class Kernel:
             self._driver.cuModuleGetFunction(ctypes.byref(self._function), self._module, name.encode()),
             "cuModuleGetFunction",
         )
-        for attribute, value in (
-            (_MAX_DYNAMIC_SHARED_BYTES, shared_bytes),
-            (_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1),
-        ):
+        for attribute, value in ((_MAX_DYNAMIC_SHARED_BYTES, shared_bytes), (_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)):
             _check(self._driver.cuFuncSetAttribute(self._function, attribute, value), "cuFuncSetAttribute")
 
-    def prepare(self, grid: int, cluster: int, early: bool = False) -> PreparedLaunch:
+    def prepare(self, grid: int, cluster: int) -> PreparedLaunch:
         """A launch of `grid` CTAs in clusters of `cluster`, its argument struct open to be filled.
 
         Args:
             grid: CTAs.
             cluster: CTAs of a cluster.
-            early: the grid may begin before the one ahead on its queue ends; the kernel must then wait for that one.
         """
-        return PreparedLaunch(self, grid, cluster, early)
+        return PreparedLaunch(self, grid, cluster)
 
     def max_clusters(self, cluster: int) -> int:
         """How many clusters of `cluster` CTAs the device holds at once."""
         launch = self.prepare(cluster, cluster)
         count = ctypes.c_int()
         _check(
-            self._driver.cuOccupancyMaxActiveClusters(
-                ctypes.byref(count), self._function, ctypes.byref(launch.config)
-            ),
+            self._driver.cuOccupancyMaxActiveClusters(ctypes.byref(count), self._function, ctypes.byref(launch.config)),
             "cuOccupancyMaxActiveClusters",
         )
         return count.value
@@ -213,26 +210,18 @@ class Kernel:
 class PreparedLaunch:
     """Everything of a launch that does not change between calls, laid out once."""
 
-    def __init__(self, kernel: Kernel, grid: int, cluster: int, early: bool) -> None:
+    def __init__(self, kernel: Kernel, grid: int, cluster: int) -> None:
         """See `Kernel.prepare`."""
         self.kernel = kernel
         self.args = kernel.args_type()
-        self._attributes = (_LaunchAttribute * 2)()
-        count = 0
-        if cluster > 1:
-            self._attributes[count].id = _ATTRIBUTE_CLUSTER_DIMENSION
-            self._attributes[count].value[0:3] = [cluster, 1, 1]
-            count += 1
-        if early:
-            self._attributes[count].id = _ATTRIBUTE_PROGRAMMATIC_SERIALIZATION
-            self._attributes[count].value[0] = 1
-            count += 1
+        self._attribute = _LaunchAttribute(id=_ATTRIBUTE_CLUSTER_DIMENSION)
+        self._attribute.value[0:3] = [cluster, 1, 1]
         self.config = _LaunchConfig(
             grid=(grid, 1, 1),
             block=(kernel.threads, 1, 1),
             shared_bytes=kernel.shared_bytes,
-            attributes=self._attributes,
-            num_attributes=count,
+            attributes=ctypes.pointer(self._attribute),
+            num_attributes=1,
         )
         self._params = (ctypes.c_void_p * 1)(ctypes.addressof(self.args))
         self._call = kernel._driver.cuLaunchKernelEx
