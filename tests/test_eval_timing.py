@@ -21,8 +21,9 @@ sys.path.insert(0, str(ROOT))
 
 import eval as harness  # noqa: E402
 import reference  # noqa: E402
-from evalkit import running, timing  # noqa: E402
+from evalkit import audit, running, timing  # noqa: E402
 from evalkit import worker as worker_side  # noqa: E402
+from evalkit.cases import parse_cases  # noqa: E402
 from evalkit.judge import Judge  # noqa: E402
 from evalkit.running import Run  # noqa: E402
 from evalkit.supervisor import Nursery, WorkerFailure  # noqa: E402
@@ -183,6 +184,33 @@ def test_every_timed_output_is_judged(direct, tmp_path, mode, body, reason):
     code, result = direct(mode, path)
     assert (code, result["check"], result["benchmark.0.status"]) == (112, "fail", "fail")
     assert reason in result["benchmark.0.error"]
+
+
+def timed_audit(monkeypatch, name):
+    """The audit's GPU checks with operations in this process, on small shapes: (verdict, checks by name)."""
+    small = parse_cases(CASES + "batchsize: 3; qseqlen: 1; kvseqlen: 40; seed: 8\n")
+    monkeypatch.setattr(audit, "manifest_cases", lambda section: small)
+    monkeypatch.setattr(audit, "TIMED_RUNS", 4)
+    run = Run("audit", GALLERY / f"{name}.py", "cuda", None, False, shared_nursery=Nursery("cpu"))
+    performed = audit.Audit(run)
+    performed.device, performed.shapes = torch.device("cpu"), audit.CPU_SHAPES
+    verdict = performed.perform()
+    return verdict, {check.name: check for check in performed.checks}
+
+
+def test_audit_times_fresh_inputs_and_judges_every_output(direct, monkeypatch):
+    verdict, checks = timed_audit(monkeypatch, "honest_bf16")
+    assert verdict == "honest", checks
+    assert checks["time"].evidence.count("4 outputs right") == 2
+    assert "2x33" in checks["time"].evidence
+    assert "until idle" in checks["time"].evidence
+
+
+def test_audit_refuses_work_outside_the_timed_queue(direct, monkeypatch):
+    monkeypatch.setattr(timing, "INCLUSIVE_SLACK_NS", -1e9)
+    verdict, checks = timed_audit(monkeypatch, "honest_bf16")
+    assert verdict == "refused"
+    assert "left out of the timed queue" in checks["time"].evidence
 
 
 def test_host_time_is_taken_off_inclusive_runs():
