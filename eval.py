@@ -24,6 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+if importlib.util.find_spec("torch") is None:
+    sys.exit("eval.py: torch is missing; `sh do.sh run` sets up what this machine lacks")
 if not (HERE / "evalkit").is_dir():
     # The contest's server lays all files of task.yml out in one folder: that folder is the package then.
     sys.modules["evalkit"] = types.ModuleType("evalkit")
