@@ -32,7 +32,8 @@ static void fiber_main() {
   swapcontext(&current->context, &scheduler);
 }
 
-// folder batch cluster clusters log2_scale launches
+// folder batch cluster clusters log2_scale launches order: with order 1 the fibers take turns in changing order, which
+// shows missing barriers that a fixed one can hide.
 int main(int, char** argv) {
   const std::string folder = std::string(argv[1]) + "/";
   const int batch = std::atoi(argv[2]), size = std::atoi(argv[3]), clusters = std::atoi(argv[4]);
@@ -53,6 +54,8 @@ int main(int, char** argv) {
   args.log2_scale = std::atof(argv[5]);
   args.batch = batch;
   grid_size = size * clusters;
+  const bool order = std::atoi(argv[7]);
+  u32 turns = 0;
   std::vector<Fiber> fibers(size * THREADS);
   for (int launch = 0; launch < std::atoi(argv[6]); launch++) {
     std::memset(args.out, 0xFF, out_bytes);
@@ -85,7 +88,10 @@ int main(int, char** argv) {
       }
       for (int running = size * THREADS; running;) {
         running = 0;
-        for (Fiber& f : fibers) {
+        const u32 skip = order ? (turns += 97) % fibers.size() : 0;
+        for (size_t i = 0; i < fibers.size(); i++) {
+          const size_t at = (i + skip) % fibers.size();
+          Fiber& f = fibers[turns % 2 ? fibers.size() - 1 - at : at];
           if (f.done) continue;
           current = &f;
           swapcontext(&scheduler, &f.context);
