@@ -138,6 +138,7 @@ def choose_plans(batch: int, total_kv: int, num_sms: int) -> list[HopperPlan]:
     for ctas in (num_sms, 2 * num_sms):
         splits = 1 << max(0, (ctas // batch).bit_length() - 1)
         if batch <= ctas:
+            add(min(MAX_CLUSTER, splits), batch, 8)
             for cluster in (16, 8, 4, 2, 1):
                 if cluster <= splits <= 16 * cluster:
                     add(cluster, batch * splits // cluster, 8)
