@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import importlib
 import importlib.util
 import os
 import re
@@ -99,12 +100,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--tolerance", type=float, default=STRICT_REL_L2, help=f"of the strict check (default: {STRICT_REL_L2})"
     )
+    limits = ", ".join(f"{seconds:.0f} on {device}" for device, seconds in FIRST_CALL_LIMIT_S.items())
     parser.add_argument(
-        "--timeout",
-        type=float,
-        default=FIRST_CALL_LIMIT_S,
-        metavar="S",
-        help=f"limit of a case's first call in seconds (default: {FIRST_CALL_LIMIT_S:.0f})",
+        "--timeout", type=float, metavar="S", help=f"limit of a case's first call in seconds (default: {limits})"
     )
     parser.add_argument(
         "--compare", type=Path, metavar="OLD.json", help="compare the times with an earlier --json file"
@@ -261,7 +259,7 @@ def _run_mode(
         secret,
         reduced,
         tolerance=options.tolerance,
-        first_call_limit_s=options.timeout,
+        timeout_s=options.timeout,
         reporter=reporter,
         shared_nursery=nursery,
         own_process=own_process,
@@ -297,11 +295,9 @@ def _run_mode(
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    try:
-        from gfx950 import inspect as gfx950_inspect  # type: ignore[attr-defined, unused-ignore]
-    except ImportError as error:
-        return fail(EXIT_USAGE, f"inspect needs the gfx950 package beside eval.py: {error}")
-    return int(gfx950_inspect.main(options))
+    if importlib.util.find_spec("gfx950") is None or importlib.util.find_spec("gfx950.inspect") is None:
+        return fail(EXIT_USAGE, "inspect needs the gfx950 package beside eval.py")
+    return int(importlib.import_module("gfx950.inspect").main(options))
 
 
 if __name__ == "__main__":

@@ -536,7 +536,7 @@ def main(
         secret,
         reduced=device == "cpu",
         tolerance=options.tolerance,
-        first_call_limit_s=options.timeout,
+        timeout_s=options.timeout,
         shared_nursery=nursery,
         own_process=own_process,
     )

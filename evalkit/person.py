@@ -219,8 +219,10 @@ class PersonReporter(Reporter):
     def progress(self, text: str) -> None:
         now = time.monotonic()
         expected = ""
-        if self.done_tokens:
-            ahead = sum(case.tokens for case in self.cases) - self.done_tokens
+        total = sum(case.tokens for case in self.cases)
+        # Small cases say nothing about large ones: their time is that of starting and compiling.
+        if self.done_tokens > total / 5:
+            ahead = total - self.done_tokens
             expected = f", about {(self.case_began - self.began) * ahead / self.done_tokens:.0f} s to go"
         self.screen.transient(f"{self.label}: {text} ({now - self.began:.0f} s{expected})")
 

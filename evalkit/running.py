@@ -28,11 +28,14 @@ from evalkit.timing import (
 )
 from evalkit.transport import call, give_input, output_error, read_output
 
-# Time limits in seconds: importing the file, and its first call, which compiles and picks.
-LOAD_LIMIT_S = 120.0
-FIRST_CALL_LIMIT_S = 300.0
-# The contest kills a run after these; ours ends a little earlier, with a report.
-MODE_LIMIT_S = {"test": 880.0, "benchmark": 880.0, "profile": 880.0, "leaderboard": 1170.0}
+# Time limits in seconds: importing the file, and its first call, which compiles and picks. Without a GPU there is less
+# to compile, nothing to time, and somebody who waits.
+LOAD_LIMIT_S = {"cuda": 120.0, "gfx950": 60.0, "cpu": 60.0}
+FIRST_CALL_LIMIT_S = {"cuda": 300.0, "gfx950": 300.0, "cpu": 100.0}
+# The contest kills a run after these; ours ends a little earlier, with a report. The audit has a limit of its own.
+MODE_LIMIT_S = {"test": 880.0, "benchmark": 880.0, "profile": 880.0, "leaderboard": 1170.0, "audit": 880.0}
+# After so many time limits in a row the next case would only be one more.
+MAX_TIMEOUTS = 2
 
 # Repeats and total time per case, as in the contest; runs between two validations of the outputs.
 BENCHMARK_REPEATS, BENCHMARK_TIME_NS = 1000, 50e9
@@ -96,7 +99,7 @@ class Run:
     secret: int | None
     reduced: bool
     tolerance: float = STRICT_REL_L2
-    first_call_limit_s: float = FIRST_CALL_LIMIT_S
+    timeout_s: float | None = None
     reporter: Reporter = field(default_factory=Reporter)
     key: bytes = field(default_factory=lambda: secrets.token_bytes(32))
     shared_nursery: Nursery | None = None
@@ -107,8 +110,14 @@ class Run:
     def __post_init__(self) -> None:
         self.nursery = self.shared_nursery or Nursery(self.device, exclusive=self.own_process)
         self.deadline = time.monotonic() + MODE_LIMIT_S.get(self.mode, math.inf)
+        self.timeouts = 0
         if self.secret is not None:
             self.key = hashlib.blake2b(str(self.secret).encode()).digest()
+
+    @property
+    def first_call_limit_s(self) -> float:
+        """Limit of a case's first call: `timeout_s`, or what is usual on this device."""
+        return FIRST_CALL_LIMIT_S[self.device] if self.timeout_s is None else self.timeout_s
 
     @property
     def card(self) -> str:
@@ -145,7 +154,7 @@ class Run:
             yield worker
 
     def load(self, worker: Worker) -> float:
-        answer = worker.request("load", path=str(self.submission), limit_s=LOAD_LIMIT_S)
+        answer = worker.request("load", path=str(self.submission), limit_s=LOAD_LIMIT_S[self.device])
         return float(answer.get("load_s", 0.0))
 
     def prepare(self, worker: Worker, slot: int, args: dict[str, Any]) -> Any:
@@ -337,6 +346,8 @@ class Run:
         try:
             if time.monotonic() > self.deadline:
                 raise WorkerFailure("not run: the time limit of the whole run is reached", "timeout")
+            if self.timeouts >= MAX_TIMEOUTS:
+                raise WorkerFailure(f"not run after {self.timeouts} time limits in a row", "timeout")
             step(case, result)
         except WorkerFailure as failure:
             result.passed, result.message, result.kind = False, str(failure), failure.kind
@@ -348,6 +359,7 @@ class Run:
             result.kind = "device"
         if self.device == "cuda":
             self.release_memory()
+        self.timeouts = self.timeouts + 1 if result.kind == "timeout" else 0
         result.elapsed_s = time.monotonic() - started
         self.reporter.case_done(index, result)
         return result

@@ -21,6 +21,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+# Without /proc (not on Linux) memory is not watched and strays are not found.
+HAS_PROC = os.path.isdir("/proc/self")
 # Limit in seconds of a request that names none.
 REQUEST_LIMIT_S = 240.0
 
@@ -73,8 +75,8 @@ def memory_files(*sizes: int) -> Iterator[list[int]]:
 
 def _session_processes(session: int) -> dict[int, int]:
     """Resident bytes of every process of a session, by pid."""
-    found = {}
-    for entry in os.listdir("/proc"):
+    found: dict[int, int] = {}
+    for entry in os.listdir("/proc") if HAS_PROC else ():
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -85,8 +87,8 @@ def _session_processes(session: int) -> dict[int, int]:
 
 
 def _children(parent: int) -> set[int]:
-    found = set()
-    for entry in os.listdir("/proc"):
+    found: set[int] = set()
+    for entry in os.listdir("/proc") if HAS_PROC else ():
         if entry.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 if int(Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()[1]) == parent:

@@ -178,8 +178,9 @@ def _become_worker(fds: list[int], request: dict[str, Any], fork_only: bool) -> 
 
 
 def _address_space_bytes() -> int:
-    with open("/proc/self/statm") as statm:
+    with contextlib.suppress(OSError), open("/proc/self/statm") as statm:
         return int(statm.read().split()[0]) * resource.getpagesize()
+    return 1 << 40
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -279,6 +279,15 @@ def test_one_bad_case_leaves_the_others_their_verdict(monkeypatch, nursery, tmp_
     assert (code, result["test.0.status"], result["test.1.status"]) == (112, "fail", "pass")
 
 
+def test_after_two_time_limits_in_a_row_the_rest_is_not_run(monkeypatch, nursery, tmp_path):
+    path = tmp_path / "cases.txt"
+    path.write_text(SMALL + SMALL)
+    arguments = ["test", str(path), "--submission", str(GALLERY / "dishonest_sleeps.py"), "--timeout", "1"]
+    code, result = run_here(arguments, nursery, monkeypatch)
+    assert (code, result["test-count"]) == (114, "4")
+    assert ["not run" in result[f"test.{i}.error"] for i in range(4)] == [False, False, True, True]
+
+
 def test_memory_is_limited_as_the_kernel_counts_it(monkeypatch, nursery, tmp_path, cases_file):
     monkeypatch.setattr(supervisor, "CPU_MEMORY_BYTES", 1 << 30)
     path = tmp_path / "submission.py"
