@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import multiprocessing
 import types
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -282,6 +285,43 @@ def test_status_lists_every_shape_and_forgets_the_oldest(monkeypatch: pytest.Mon
     for kv in (3, 4, 5):
         submission.custom_kernel(contest_data(1, kv))
     assert [report["kv_len_max"] for report in submission.status()] == [4, 5]
+
+
+def test_threads_share_one_pick_and_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Fake("counted")
+    monkeypatch.setattr(submission, "_extra_backends", lambda: (counted,))
+    data = contest_data(3, 60)
+    with ThreadPoolExecutor(8) as pool:
+        outs = list(pool.map(lambda _: submission.custom_kernel(data), range(24)))
+    assert all(torch.equal(outs[0], out) for out in outs[1:])
+    assert counted.calls == 2 + 24, "two checks in one pick, then one run a call"
+
+
+def test_many_shapes_do_not_grow_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(submission, "MAX_PICKS", 10)
+    for kv in range(1, 40):
+        submission.custom_kernel(contest_data(1, kv))
+    gc.collect()
+    assert len(submission._picks) == 10
+    tensors = sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+    for kv in range(1, 40):
+        submission.custom_kernel(contest_data(1, kv))
+    gc.collect()
+    assert sum(isinstance(o, torch.Tensor) for o in gc.get_objects()) <= tensors + 5, "calls left tensors behind"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_child_process_works_after_first_use(method: str) -> None:
+    data = contest_data(2, 33)
+    want = submission.custom_kernel(data)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(method)) as pool:
+        got = pool.submit(_call_on_fresh_input, 2, 33).result(timeout=120)
+    assert torch.equal(torch.from_numpy(got), want.float())
+
+
+def _call_on_fresh_input(batch: int, kv: int) -> Any:
+    torch.set_num_threads(1)
+    return submission.custom_kernel(contest_data(batch, kv)).float().numpy()
 
 
 # aiter, with a stand-in

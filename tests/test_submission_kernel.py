@@ -73,6 +73,38 @@ def test_custom_kernel_on_contest_input(interpreter: ProcessPoolExecutor, shape:
     assert pick["backend"] == "triton" and all(c["dropped"] is None for c in pick["candidates"])
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((70, 33), scale_bytes=(127,), q_factor=0.0),  # all scores equal
+        Case((70, 33), scale_bytes=(134,), q_factor=3.0),  # scores beyond 1e4
+        Case((70, 33), scale_bytes=(60,), q_factor=2.0**66),
+        Case((70, 33), scale_bytes=(0, 1, 2), q_factor=2.0**120),
+        Case((9,) * 40, seed=4),
+    ],
+    ids=["equal", "large", "small scales", "denormal scales", "many"],
+)
+def test_decode_values(interpreter: ProcessPoolExecutor, case: Case) -> None:
+    rel, lse = interpreter.submit(interpreted.decode, case, {"num_splits": 2}).result()
+    assert rel <= REL_L2 and lse <= LSE
+
+
+def test_infinite_query_touches_its_head_alone(interpreter: ProcessPoolExecutor) -> None:
+    finite = interpreter.submit(_finite_heads, Case((40,), scale_bytes=(127,)), float("inf")).result()
+    assert finite == [head != 4 for head in range(16)]
+
+
+def _finite_heads(case: Case, value: float) -> list[bool]:
+    from cases import build
+
+    import submission
+
+    t = build(case)
+    t.q[0, 4, 100] = value
+    out, _ = submission.mla_decode(t.q, t.codes, t.scales, t.indptr, case.sm_scale, submission.Plan(chunk=512))
+    return [bool(head.isfinite().all()) for head in out[0]]
+
+
 def test_nan_scale_touches_its_sequence_alone(interpreter: ProcessPoolExecutor) -> None:
     case = Case((40, 40), scale_bytes=(127,))
     finite = interpreter.submit(_nan_rows, case).result()
