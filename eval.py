@@ -19,6 +19,7 @@ import importlib.util
 import os
 import re
 import signal
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -35,11 +36,12 @@ if not (HERE / "evalkit").is_dir():
 from evalkit.cases import SpecError, manifest_cases, parse_cases, reduced_case  # noqa: E402
 from evalkit.judge import STRICT_REL_L2  # noqa: E402
 from evalkit.protocol import EXIT_CHECK, EXIT_DEVICE, EXIT_PIPE, EXIT_SPEC, EXIT_USAGE, ResultPipe, log_results  # noqa: E402
-from evalkit.running import FIRST_CALL_LIMIT_S, Reporter, Run, exit_code  # noqa: E402
+from evalkit.running import FIRST_CALL_LIMIT_S, CaseResult, Reporter, Run, exit_code  # noqa: E402
 from evalkit.supervisor import Nursery  # noqa: E402
 
 MODES = ("test", "benchmark", "leaderboard", "profile")
 EXTRA_MODES = ("audit", "inspect")
+SUBMISSION = HERE / "submission.py"
 DEVICES = ("auto", "cuda", "cpu", "gfx950")
 # On a CPU, inputs with more tokens than this are worth several threads.
 MANY_TOKENS = 1 << 16
@@ -93,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("mode", choices=(*MODES, *EXTRA_MODES), help="what to do, see below")
     parser.add_argument("cases", nargs="?", type=Path, help="file with cases (default: those of task.yml)")
-    parser.add_argument("--submission", type=Path, default=HERE / "submission.py", help="default: submission.py")
+    parser.add_argument("--submission", type=Path, default=SUBMISSION, help="default: submission.py")
     parser.add_argument("--device", choices=DEVICES, default="auto", help="default: a GPU if there is one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE too")
     parser.add_argument("--seed", type=int, help="work this number into every seed (default: POPCORN_SEED, if set)")
@@ -278,6 +280,14 @@ def _run_mode(
         emulated.reporter.finish(emulated, more, emulated_code)
         results += more
         code = exit_code(results)
+    write_files(options, run, results, code)
+    if pipe is None and device == "cpu" and reduced and options.mode in ("benchmark", "leaderboard"):
+        show_prediction(options)
+    return code
+
+
+def write_files(options: argparse.Namespace, run: Run, results: list[CaseResult], code: int) -> None:
+    """The JSON file and the picture, where they are asked for."""
     if options.json is not None or options.plot is not None:
         from evalkit.report import report_document, write_json
 
@@ -291,7 +301,18 @@ def _run_mode(
                 plot.save(document, options.plot)
             except ValueError as error:
                 print(f"eval.py: {error}", file=sys.stderr)
-    return code
+
+
+def show_prediction(options: argparse.Namespace) -> None:
+    """In place of times that nothing here can measure: what `inspect` predicts for the file beside this one."""
+    if options.submission.resolve() != SUBMISSION or emulator_missing() is not None:
+        return
+    print("\nPREDICTION, not a measurement, from `python eval.py inspect`:", flush=True)
+    done = subprocess.run(
+        [sys.executable, str(HERE / "eval.py"), "inspect"], stderr=subprocess.PIPE, text=True, check=False
+    )
+    if done.returncode not in (0, EXIT_CHECK):
+        print(f"none: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
 
 
 def _inspect(options: argparse.Namespace) -> int:

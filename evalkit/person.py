@@ -206,7 +206,7 @@ class PersonReporter(Reporter):
                 line("Then the gfx950 code of the same kernels runs in the emulator (--device cpu leaves that out).")
             if run.mode in ("benchmark", "leaderboard"):
                 line("Nothing can be timed without a GPU, so the outputs are checked and no time is shown.")
-                line("`python eval.py inspect` predicts the hot loop's cycles on gfx950.")
+                line("What gfx950 code is predicted to cost comes from `python eval.py inspect`.")
         for text in header_lines(run.device, run.tolerance):
             line(text)
         line()

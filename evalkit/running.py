@@ -52,6 +52,7 @@ class CaseResult:
 
     spec: str
     shape: str
+    device: str = ""
     passed: bool = False
     message: str = ""
     kind: str = ""
@@ -336,7 +337,7 @@ class Run:
 
     def case(self, index: int, case: Case) -> CaseResult:
         """Run one case; whatever happens to the worker ends up in the result."""
-        result = CaseResult(case.spec, case.shape)
+        result = CaseResult(case.spec, case.shape, self.device)
         self.reporter.case_started(index, case)
         started = time.monotonic()
         steps = {"test": self.test_case, "profile": self.profile_case}

@@ -194,7 +194,7 @@ def test_pipe_stays_under_64_kib(count):
     read, write = os.pipe()
     pipe = ResultPipe(write)
     results = [
-        CaseResult("batchsize: 4; qseqlen: 1; kvseqlen: 1024; seed: 1", "4x1024", False, "\u2028" * 5000)
+        CaseResult("batchsize: 4; qseqlen: 1; kvseqlen: 1024; seed: 1", "4x1024", message="\u2028" * 5000)
         for _ in range(count)
     ]
     log_results(pipe, "test", results, EXIT_CHECK)
