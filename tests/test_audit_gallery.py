@@ -43,11 +43,20 @@ def parse_like_server(text: str) -> dict[str, str]:
     return result
 
 
-@pytest.fixture(scope="module")
-def nursery():
-    shared = Nursery("cuda" if torch.cuda.is_available() else "cpu")
+def shared_nursery(device: str):
+    shared = Nursery(device)
     yield shared
     shared.close()
+
+
+@pytest.fixture(scope="module")
+def nursery():
+    yield from shared_nursery("cpu")
+
+
+@pytest.fixture(scope="module")
+def gpu_nursery():
+    yield from shared_nursery("cuda")
 
 
 def run_with_pipe(arguments: list[str], monkeypatch, nursery) -> tuple[int, str]:
@@ -65,11 +74,11 @@ def run_with_pipe(arguments: list[str], monkeypatch, nursery) -> tuple[int, str]
     return code, data.decode("utf-8")
 
 
-def audit(name: str, monkeypatch, nursery, tmp_path) -> tuple[int, dict, dict[str, str]]:
+def audit(name: str, device: str, monkeypatch, nursery, tmp_path) -> tuple[int, dict, dict[str, str]]:
     report = tmp_path / "report.json"
     path = GALLERY / f"{name}.py"
     limit = "3" if name == "dishonest_sleeps" else "60"
-    arguments = ["audit", "--submission", str(path), "--json", str(report), "--timeout", limit]
+    arguments = ["audit", "--submission", str(path), "--json", str(report), "--timeout", limit, "--device", device]
     code, text = run_with_pipe(arguments, monkeypatch, nursery)
     return code, json.loads(report.read_text()), parse_like_server(text)
 
@@ -93,21 +102,29 @@ def assert_expected(name: str, code: int, report: dict, result: dict[str, str]) 
 
 @pytest.mark.parametrize("name", FILES)
 def test_audit_gallery_file(name, monkeypatch, nursery, tmp_path):
-    code, report, result = audit(name, monkeypatch, nursery, tmp_path)
+    code, report, result = audit(name, "cpu", monkeypatch, nursery, tmp_path)
     assert_expected(name, code, report, result)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="these classes of cheating need a GPU")
 @pytest.mark.parametrize("name", GPU_FILES)
-def test_audit_gallery_gpu_file(name, monkeypatch, nursery, tmp_path):
-    code, report, result = audit(name, monkeypatch, nursery, tmp_path)
+def test_audit_gallery_gpu_file(name, monkeypatch, gpu_nursery, tmp_path):
+    code, report, result = audit(name, "cuda", monkeypatch, gpu_nursery, tmp_path)
     assert_expected(name, code, report, result)
 
 
 @pytest.mark.parametrize("name", OWN_PROCESS)
 def test_audit_gallery_own_process(name, tmp_path):
     report = tmp_path / "report.json"
-    command = [sys.executable, str(ROOT / "eval.py"), "audit", "--submission", str(GALLERY / f"{name}.py")]
+    command = [
+        sys.executable,
+        str(ROOT / "eval.py"),
+        "audit",
+        "--device",
+        "cpu",
+        "--submission",
+        str(GALLERY / f"{name}.py"),
+    ]
     environment = {**os.environ, "POPCORN_SEED": "4711"}
     done = subprocess.run(
         [*command, "--json", str(report)], env=environment, capture_output=True, text=True, check=False

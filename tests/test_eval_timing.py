@@ -96,6 +96,7 @@ class DirectWorker:
 @pytest.fixture
 def direct(monkeypatch, tmp_path):
     monkeypatch.setattr(running, "Worker", DirectWorker)
+    monkeypatch.setattr(reference, "get_device", lambda: torch.device("cpu"))
     monkeypatch.setattr(harness, "choose_device", lambda wanted: "cuda")
     monkeypatch.setattr(Run, "card", "a pretended card")
     monkeypatch.setattr(Run, "release_memory", lambda self: None)
