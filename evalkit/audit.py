@@ -310,7 +310,7 @@ class Audit:
         return f"worst relative L2 {worst:.1e}"
 
     def check_shapes(self) -> str:
-        """Shapes in mixed order, each with new content in new storage."""
+        """Shapes in mixed order, each with new content in new storage; then other lengths in the same index tensors."""
         worst = 0.0
         order = (1, 0, 2, 1)
         for index in order:
@@ -320,8 +320,15 @@ class Audit:
             shape = "{}x{}: ".format(*self.shapes[index])
             worst = max(worst, self.judged(data, result.output, what=shape).worst_rel_l2)
             self.worker.request("drop", slots=[slot])
+        batch, over = self.shapes[0][0], None
+        for kv_len in (self.shapes[0][1], self.shapes[2][1]):
+            data = inputs.make("normal", batch, kv_len, self.fresh_seed(), self.device)
+            slot = over = self.give(data, over=over)
+            (result,) = self.outputs([slot], [data])
+            what = f"{batch}x{kv_len} after other lengths in the same index tensors: "
+            worst = max(worst, self.judged(data, result.output, what=what).worst_rel_l2)
         shown = ", ".join("{}x{}".format(*self.shapes[i]) for i in order)
-        return f"{shown}: worst relative L2 {worst:.1e}"
+        return f"{shown}, {batch}x{kv_len} over {batch}x{self.shapes[0][1]}: worst relative L2 {worst:.1e}"
 
     def check_held(self) -> str:
         """Two outputs are held together, and one across later calls: none changes."""

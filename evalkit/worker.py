@@ -65,7 +65,7 @@ GUARDED = {
         "tensor",
         "zeros",
     ),
-    "torch.Tensor": ("clone", "contiguous", "copy_", "cpu", "cuda", "float", "numpy", "to", "view", "__eq__"),
+    "torch.Tensor": ("clone", "copy_", "cpu", "cuda", "data_ptr", "detach", "numel", "numpy", "to", "view", "__eq__"),
     "torch.cuda": ("Event", "Stream", "current_stream", "is_available", "synchronize"),
     "torch.cuda.Event": ("elapsed_time", "record", "synchronize", "query"),
     "torch.testing": ("assert_close",),
@@ -211,6 +211,7 @@ class Worker:
     def __init__(self, sock: socket.socket) -> None:
         # Everything used around the submission is looked up now, before its code can replace it.
         import torch
+        from torch.utils._device import DeviceContext
 
         self.torch = torch
         self.sock = sock
@@ -219,6 +220,12 @@ class Worker:
         self.send = send_message
         self.receive = receive_message
         self.type_of = type
+        self.tensor_base: Any = torch._C.TensorBase
+        self.function_modes = torch._C._len_torch_function_stack
+        self.function_mode_at = torch._C._get_function_stack_at
+        self.dispatch_modes = torch._C._len_torch_dispatch_stack
+        self.device_context: Any = DeviceContext
+        self.get_profile, self.get_trace = sys.getprofile, sys.gettrace
         self.blake2b = hashlib.blake2b
         self.entry: Callable[[Any], Any] | None = None
         self.module: Any = None
@@ -320,7 +327,7 @@ class Worker:
     # -- inputs
 
     def op_input(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-        """Take an input from the parent: into new storage, or over the tensors of an earlier one."""
+        """Take an input from the parent: into new storage, or over those tensors of an earlier one that fit."""
         slot, layout = request["slot"], request["layout"]
         tensors: dict[str, Any] = {}
         with mmap.mmap(fds[0], layout["bytes"], access=mmap.ACCESS_COPY) as raw:
@@ -330,13 +337,17 @@ class Worker:
                 flat = part.to("cuda") if self.cuda else part.clone()
                 tensors[name] = flat.view(getattr(self.torch, entry["dtype"])).view(entry["shape"])
             del mapped, part
-        if request.get("over") is not None:
-            old = _named_tensors(self.inputs[request["over"]])
-            for name, tensor in tensors.items():
+        over = request.get("over")
+        if over is not None:
+            old = _named_tensors(self.inputs[over])
+            fits = [name for name, tensor in tensors.items() if old[name].shape == tensor.shape]
+            for name in fits:
                 # As bytes: copy_ does not know the fp4 and e8m0 types on every device.
-                old[name].view(self.torch.uint8).copy_(tensor.view(self.torch.uint8))
-            self.inputs[slot] = self.inputs[request["over"]]
-        else:
+                old[name].view(self.torch.uint8).copy_(tensors[name].view(self.torch.uint8))
+                tensors[name] = old[name]
+            if len(fits) == len(tensors):
+                self.inputs[slot] = self.inputs[over]
+        if over is None or self.inputs.get(slot) is not self.inputs[over]:
             self.inputs[slot] = _build_input(tensors, layout["config"])
         if self.cuda:
             self.device_synchronize()
@@ -383,6 +394,16 @@ class Worker:
         blocks = [self.torch.full(shape, float("nan"), dtype=self.torch.bfloat16, device=q.device) for _ in range(8)]
         blocks.clear()
 
+    def _refuse_hooks(self, hook: Any) -> None:
+        """A call that leaves something behind which sees the next steps could do its work there, untimed."""
+        stack = [self.function_mode_at(i) for i in range(self.function_modes())]
+        # torch.set_default_device leaves a mode too, and an honest one.
+        left = [self.type_of(mode).__name__ for mode in stack if self.type_of(mode) is not self.device_context]
+        if left or self.dispatch_modes():
+            raise Refusal(f"the call left a torch mode active: {', '.join(left) or 'a dispatch mode'}")
+        if hook is not None:
+            raise Refusal("the call left a trace or profile function active")
+
     def _describe(self, out: Any) -> dict[str, Any]:
         """What came back, without touching the values."""
         torch = self.torch
@@ -402,7 +423,9 @@ class Worker:
             return False
         if out.numel() * 2 != capacity:
             return False
-        payload = memoryview(out.detach().contiguous().cpu().view(torch.uint8).numpy()).cast("B")
+        # Through the C type, whose methods cannot be replaced: nothing may compute the output only now.
+        base = self.tensor_base
+        payload = memoryview(base.numpy(base.view(base.cpu(base.contiguous(base.detach(out))), torch.uint8))).cast("B")
         written = 0
         while written < capacity:
             written += os.pwrite(fd, payload[written : written + (1 << 28)], offset + written)
@@ -423,10 +446,13 @@ class Worker:
                 self._poison(slot)
             start = self.clock()
             out = self.entry(data)
+            hook = self.get_profile() or self.get_trace()
             if self.cuda:
                 self.device_synchronize()
+            took = self.clock() - start
+            self._refuse_hooks(hook)
             result = self._describe(out)
-            result["call_s"] = self.clock() - start
+            result["call_s"] = took
             if before is not None:
                 after = self._hash_inputs(slot)
                 result["changed"] = [name for name in before if before[name] != after[name]]
@@ -470,6 +496,7 @@ class Worker:
         """
         torch, entry, flush = self.torch, self.entry, self.flush
         assert entry is not None and flush is not None
+        base, get_profile, get_trace = self.tensor_base, self.get_profile, self.get_trace
         slot, seeds, inclusive = request["slot"], request["seeds"], request["inclusive"]
         synchronize, record, elapsed = self.device_synchronize, self.event_record, self.event_elapsed
         if request["reset"]:
@@ -503,6 +530,8 @@ class Worker:
                 record(start, queue)
                 called = self.clock()
                 out = entry(data)
+                # A hook that acts on this very look does so while the clock still runs.
+                hook = get_profile() or get_trace()
                 hosts.append((self.clock() - called) * 1e9)
                 if inclusive:
                     synchronize()
@@ -510,11 +539,12 @@ class Worker:
                 synchronize()
                 walls.append((self.clock() - wall) * 1e9)
                 durations.append(elapsed(start, end) * 1e6)
+                self._refuse_hooks(hook)
                 if self.type_of(out) is not torch.Tensor or tuple(out.shape) != shape or out.dtype != torch.bfloat16:
                     problem = self._describe(out)
                     break
                 if kept:
-                    kept[i].copy_(out)
+                    base.copy_(kept[i], out)
                 del out
                 self.durations.append(durations[-1])
                 if _enough(self.durations, request, self.clock() - started + request["spent_s"]):
