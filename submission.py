@@ -4,15 +4,12 @@
 
 q    bf16 [total_q, heads, 576]    kv codes  e2m1 x 2 [total_kv, 288]      kv_indptr int [batch + 1]
 out  bf16 [total_q, heads, 512]    kv scales E8M0 [>= total_kv, >= 18]     lse       f32 [total_q, heads]
-
 custom_kernel(data) -> unpack -> pick (once per shape) -> run
 run:   codes, scales --16 B a lane--> tile [BLOCK_N, 576] --decode--> K
        S = K q^T * scale     running max m, sum l     P = exp2(S - m)     O = K[:, :512]^T P  (V is the tile just used)
-       splits 0 .. n-1, each (O / l, m + log2 l) --log-sum-exp merge--> out, lse
+       splits 0 .. n-1, each (O / l, lse) --log-sum-exp merge--> out, lse
 pick:  candidates (Triton plans, aiter, modules beside this file) -> check against float32 and the fallback -> time cold
-
-python eval.py test         check this file on whatever this machine has
-python eval.py benchmark    time it
+python eval.py test | benchmark: check this file, or time it, on whatever this machine has
 """
 
 from __future__ import annotations
@@ -26,60 +23,61 @@ import os
 import threading
 import time
 import warnings
+from collections import namedtuple
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from task import input_t, output_t
 
-LATENT_DIM = 512  # dims 0..511: K and V; dims 512..575, the RoPE part: K only
-QK_DIM = 576
-ROW_BYTES = QK_DIM // 2
-ROW_SCALES = QK_DIM // 32  # one E8M0 byte per 32 values
-E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-HEAD_COUNTS = (8, 16, 32, 64, 128)
-MAX_SPLITS = 64
+try:
+    from triton.experimental import gluon
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.language.amd import AMDMFMALayout, cdna4
+    from triton.experimental.gluon.language.amd.cdna4 import async_copy
+except ImportError:
+    gluon = gl = None
+GLUON = hasattr(getattr(gl, "shared_memory_descriptor", None), "_reinterpret")  # else the plain body remains
+gluon_jit, constexpr_function = (gluon.jit, gluon.constexpr_function) if GLUON else (lambda f: f, lambda f: f)
+
+LATENT_DIM, QK_DIM = 512, 576  # dims 0..511: K and V; dims 512..575, the RoPE part: K only
+ROW_BYTES, ROW_SCALES = QK_DIM // 2, QK_DIM // 32  # of a token: two codes a byte, one E8M0 byte per 32 values
+HEAD_COUNTS, MAX_SPLITS = (8, 16, 32, 64, 128), 64
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
-# What a pick accepts, and what it may cost.
-REL_L2_LIMIT = {"mxfp4": 1e-2, "fp8": 0.10}  # against float32 attention over the cache that the backend reads
-FALLBACK_REL_L2, FALLBACK_COSINE, FORMAT_SLACK = 0.20, 0.98, 1.5  # against the fallback, per sequence
-PICK_BUDGET_S, TIMED_RUNS = 20.0, 7
-TIE = 0.02  # a candidate must beat the fallback by this share
-MAX_PICKS = 512  # shapes remembered; the oldest goes first
-# 256 MiB of last-level cache, which the device's properties do not report (L2_cache_size is that of one die).
-LAST_LEVEL_CACHE_BYTES = {"gfx950": 256 << 20, "gfx942": 256 << 20}
-
+REL_L2_LIMIT = {"mxfp4": 1e-2, "fp8": 0.10}  # per sequence, against float32 attention over the cache that was read
+PICK_BUDGET_S, TIMED_RUNS, TIE = 20.0, 7, 0.02  # TIE: a candidate must beat the fallback by this share
+MAX_PICKS = 512  # shapes remembered; the longest unused goes first
 log = logging.getLogger("mla")
 
 
 def _expect(condition: bool, name: str, expected: str, got: object) -> None:
     if not condition:
+        if isinstance(got, Tensor):
+            got = f"{got.dtype} {list(got.shape)} strides {got.stride()} on {got.device}"
         raise ValueError(f"{name}: expected {expected}, got {got}")
-
-
-# Plans ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
     """How the Triton kernels cut one shape."""
 
-    block_n: int = 64  # tokens per tile
+    body: str = "portable"  # "portable" (any GPU, interpreter) | "gfx950" (Gluon, matrix cores read FP4)
     num_splits: int = 1  # programs that share one sequence
+    num_warps: int = 4  # warps (waves) per program; "gfx950" gives each 32 tokens of a tile
+    block_n: int = 64  # tokens per tile; the rest concerns "portable" alone
     head_group: int = 16  # query heads per program
-    num_warps: int = 4  # warps (waves) per program
-    num_stages: int = 1  # software pipelining depth of the loads
     chunk: int = 128  # latent dims decoded and multiplied at a time
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("block_n", (16, 32, 64, 128)), ("num_splits", range(1, MAX_SPLITS + 1)), ("head_group", (4, 8, 16)),
-            ("num_warps", (1, 2, 4, 8)), ("num_stages", (1, 2, 3)), ("chunk", (64, 128, 256, 512)),
-        ):  # fmt: skip
+            ("body", ("portable", "gfx950")), ("num_splits", range(1, MAX_SPLITS + 1)), ("num_warps", (1, 2, 4, 8)),
+            ("block_n", (16, 32, 64, 128, 256)), ("head_group", (4, 8, 16)),
+            ("chunk", (64, 128, 256, 512))):  # fmt: skip
             _expect(getattr(self, name) in allowed, f"Plan.{name}", f"one of {allowed}", repr(getattr(self, name)))
 
 
@@ -100,50 +98,51 @@ class Problem:
     scale_strides: tuple[int, ...] = (ROW_SCALES, 1)
     has_fp8: bool = True
 
-    @property
-    def q_len(self) -> int:
-        return self.total_q // self.batch
 
-
-# (arch, batch, kv length) -> plan of a ranked shape; each row measured on the card named.
-RANKED_PLANS: dict[tuple[str, int, int], Plan] = {}
+# gfx950, ranked (batch, kv): waves, splits; `eval.py inspect` predicts the us (docs/gfx950.md), no card has timed them.
+RANKED_GFX950 = {
+    (4, 1024): (2, 16), (32, 1024): (8, 4), (64, 1024): (8, 4), (256, 1024): (8, 1),
+    (4, 8192): (8, 32), (32, 8192): (8, 8), (64, 8192): (8, 4), (256, 8192): (8, 1)}  # fmt: skip
 
 
 def choose_plan(problem: Problem) -> Plan:
-    """A ranked shape's plan, else one that gives every compute unit work and no split under two tiles; pure."""
-    ranked = RANKED_PLANS.get((problem.arch, problem.batch, problem.kv_len_max))
-    if ranked is not None and problem.heads == 16 and problem.q_len == 1:
-        return ranked
-    plan = Plan(head_group=16 if problem.heads % 16 == 0 else 8)
-    if problem.arch == "cpu":
-        plan = replace(plan, chunk=512)
-    elif problem.arch.startswith("sm_"):
-        plan = replace(plan, num_warps=8)  # 4 warps spill at 64 tokens
-    programs = problem.total_q * problem.heads // plan.head_group
+    """A ranked plan, or one that gives every compute unit work and no split under two tiles; pure."""
+    form = (problem.heads, problem.total_q, problem.kv_row_bytes, problem.scale_strides[1])
+    if GLUON and problem.arch == "gfx950" and form == (16, problem.batch, ROW_BYTES, 1):
+        waves, splits = RANKED_GFX950.get((problem.batch, problem.kv_len_max), (8, 0))
+        plan = Plan("gfx950", num_warps=waves, block_n=32 * waves, num_splits=max(1, splits))
+        if splits:
+            return plan
+        wanted = problem.num_cus // problem.batch  # one workgroup of 8 waves fills a compute unit's LDS
+    else:
+        group = 16 if problem.heads % 16 == 0 else 8
+        warps = 8 if problem.arch.startswith("sm_") else 4  # on NVIDIA 4 spill at 64 tokens
+        plan = Plan(head_group=group, num_warps=warps, chunk=512 if problem.arch == "cpu" else 128)
+        # Two resident programs a compute unit hide each other's barriers and exponentials.
+        wanted = 2 * problem.num_cus // (problem.total_q * problem.heads // group)
     tiles = triton.cdiv(problem.kv_len_max, plan.block_n)
-    # Two resident programs a compute unit hide each other's barriers and exponentials.
-    return replace(plan, num_splits=max(1, min(2 * problem.num_cus // programs, tiles // 2, MAX_SPLITS)))
+    return replace(plan, num_splits=max(1, min(wanted, tiles // 2, MAX_SPLITS)))
 
 
 def candidate_plans(problem: Problem) -> list[Plan]:
     """The chosen plan first, then the few neighbours worth a measurement."""
     plan = choose_plan(problem)
-    if problem.arch == "cpu":
+    if problem.device.type == "cpu":  # nothing can be timed there
         return [plan]
-    others = [replace(plan, num_splits=max(1, plan.num_splits // 2)), replace(plan, block_n=32, num_warps=4)]
-    return list(dict.fromkeys([plan, *others]))
-
-
-# Device code ---------------------------------------------------------------------------------------------------------
+    other = (
+        {"body": "portable", "block_n": 64, "num_warps": 4}
+        if plan.body == "gfx950"
+        else {"block_n": 32, "num_warps": 4}
+    )
+    plans = plan, replace(plan, num_splits=max(1, plan.num_splits // 2)), replace(plan, **other)  # type: ignore[arg-type]
+    return list(dict.fromkeys(plans))
 
 
 @triton.jit
 def _load_tile(
-    kv_row,  # uint8 [BLOCK_N, 1], pointers to the tokens' codes
-    scale_row,  # uint8 [BLOCK_N, 1], pointers to their scales
+    kv_row, scale_row,  # uint8 [BLOCK_N, 1], pointers to the tokens' codes and scales
     valid,  # bool [BLOCK_N, 1]
-    scale_col_stride, FIRST: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr,
-):  # fmt: skip
+    scale_col_stride, FIRST: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
     """Dims FIRST .. FIRST + DIMS of the tokens, decoded, zeros where not valid: the cache format's only home."""
     BLOCK_N: tl.constexpr = valid.shape[0]
     byte = FIRST // 2 + tl.arange(0, DIMS // 2)[None, :]
@@ -166,323 +165,513 @@ def _attend_kernel(
     kv_ptr,  # uint8 [total_kv, 288], rows kv_row_stride apart
     scale_ptr,  # uint8 [>= total_kv, >= 18]
     kv_indptr_ptr,  # int32 | int64 [batch + 1]
-    out_ptr,  # bf16 [total_q, heads, 512]
-    lse_ptr,  # float32 [total_q, heads], natural log, or None
-    partial_out_ptr,  # float32 [total_q, num_splits, heads, 512], normalised per split
-    partial_lse_ptr,  # float32 [total_q, num_splits, heads], base 2
+    out_ptr,  # bf16 | float32 [total_q, num_splits, heads, 512], normalised per split
+    lse_ptr,  # float32 [total_q, num_splits, heads], natural log, or None
     kv_row_stride, scale_row_stride, scale_col_stride, num_splits, q_len,
     qk_scale,  # sm_scale * log2(e)
-    HEADS: tl.constexpr, HEAD_GROUP: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
-    CHUNK: tl.constexpr,  # latent dims decoded and multiplied at a time
+    HEADS: tl.constexpr, HEAD_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    CHUNK: tl.constexpr,  # latent dims at a time
     DTYPE: tl.constexpr,  # bfloat16; float32 in the interpreter, which computes bf16 on raw bits
 ):  # fmt: skip
     tl.static_assert(HEADS % HEAD_GROUP == 0)
     GROUPS: tl.constexpr = HEADS // HEAD_GROUP
-    COLUMNS: tl.constexpr = 16  # what matrix units want, also of a smaller group
-    # Axis 0 runs fastest and over sequences: with 8 dies taking workgroups in turn and batch % 8 == 0, the splits of a
-    # sequence share a die and its L2, which is where they meet to merge.
+    # Axis 0 runs fastest, over sequences: with batch % 8 == 0 the splits of one share one of 8 dies and its L2.
     row = tl.program_id(0) // GROUPS  # query token
-    group = tl.program_id(0) % GROUPS
     split = tl.program_id(1)
-    sequence = row // q_len
-    first = tl.load(kv_indptr_ptr + sequence).to(tl.int64)
+    first = tl.load(kv_indptr_ptr + row // q_len).to(tl.int64)
     # Query token j of q_len sees the cache up to and including its own position.
-    length = tl.load(kv_indptr_ptr + sequence + 1).to(tl.int64) - first - (q_len - 1 - row % q_len)
+    length = tl.load(kv_indptr_ptr + row // q_len + 1).to(tl.int64) - first - (q_len - 1 - row % q_len)
     length = tl.maximum(length, 0).to(tl.int32)
     tiles = tl.cdiv(length, BLOCK_N)
     begin = (tiles * split) // num_splits * BLOCK_N
     end = tl.minimum((tiles * (split + 1)) // num_splits * BLOCK_N, length)
-
-    column = tl.arange(0, COLUMNS)
-    head = group * HEAD_GROUP + column
+    column = tl.arange(0, 16)  # what matrix units want, also of a smaller group
+    in_group = column < HEAD_GROUP
+    head = tl.program_id(0) % GROUPS * HEAD_GROUP + column
     q_base = q_ptr + row.to(tl.int64) * (HEADS * 576) + head[None, :] * 576
-    q_mask = (column < HEAD_GROUP)[None, :]
     dim = tl.arange(0, CHUNK)[:, None]
-    q_latent = ()
-    acc = ()
+    q_latent, acc = (), ()
     for c in tl.static_range(512 // CHUNK):
-        q_latent += (tl.load(q_base + c * CHUNK + dim, mask=q_mask, other=0.0).to(DTYPE),)  # type: ignore[assignment]
-        acc += (tl.zeros([CHUNK, COLUMNS], tl.float32),)  # type: ignore[assignment]
-    q_rope = tl.load(q_base + 512 + tl.arange(0, 64)[:, None], mask=q_mask, other=0.0).to(DTYPE)  # [64, COLUMNS]
+        q_latent += (tl.load(q_base + c * CHUNK + dim, mask=in_group[None, :], other=0.0).to(DTYPE),)  # type: ignore[assignment]
+        acc += (tl.zeros([CHUNK, 16], tl.float32),)  # type: ignore[assignment]
+    q_rope = tl.load(q_base + 512 + tl.arange(0, 64)[:, None], mask=in_group[None, :], other=0.0).to(DTYPE)  # [64, 16]
 
-    m = tl.full([COLUMNS], -float("inf"), tl.float32)
-    l = tl.zeros([COLUMNS], tl.float32)
-    token = tl.arange(0, BLOCK_N)
-    # One 64-bit base per program; the offsets inside a split stay small enough for the row pitch in 64 bits too.
-    kv_base = kv_ptr + first * kv_row_stride
-    scale_base = scale_ptr + first * scale_row_stride
+    m = tl.full([16], -3e38, tl.float32)  # finite, so that nothing becomes inf - inf
+    l = tl.zeros([16], tl.float32)
     for start in range(begin, end, BLOCK_N):
-        position = (start + token).to(tl.int64)[:, None]
-        valid = position < end
-        kv_row = kv_base + position * kv_row_stride
-        scale_row = scale_base + position * scale_row_stride
+        token = first + start + tl.arange(0, BLOCK_N)[:, None]  # int64
+        valid = token < first + end
+        kv_row = kv_ptr + token * kv_row_stride
+        scale_row = scale_ptr + token * scale_row_stride
         # Tokens are the rows of both products, so that the warps share the work: 16 heads alone would not fill them.
-        rope = _load_tile(kv_row, scale_row, valid, scale_col_stride, 512, 64, DTYPE)
-        s = tl.dot(rope, q_rope, out_dtype=tl.float32)
+        s = tl.dot(_load_tile(kv_row, scale_row, valid, scale_col_stride, 512, 64, DTYPE), q_rope)
         latent = ()
         for c in tl.static_range(512 // CHUNK):
-            tile = _load_tile(kv_row, scale_row, valid, scale_col_stride, c * CHUNK, CHUNK, DTYPE)
-            s = tl.dot(tile, q_latent[c], s, out_dtype=tl.float32)
-            latent += (tile,)  # type: ignore[assignment]
-        s = tl.where(valid, s * qk_scale, -float("inf"))  # [BLOCK_N, COLUMNS]
+            latent += (_load_tile(kv_row, scale_row, valid, scale_col_stride, c * CHUNK, CHUNK, DTYPE),)  # type: ignore[assignment]
+            s = tl.dot(latent[c], q_latent[c], s)
+        s = tl.where(valid, s * qk_scale, -float("inf"))  # [BLOCK_N, 16]
         m_next = tl.maximum(m, tl.max(s, 0))
-        base = tl.where(m_next == -float("inf"), 0.0, m_next)
-        p = tl.exp2(s - base[None, :])
-        alpha = tl.exp2(m - base)
+        p = tl.exp2(s - m_next[None, :])
+        alpha = tl.exp2(m - m_next)
         l = l * alpha + tl.sum(p, 0)
+        m = m_next
         acc_next = ()
         for c in tl.static_range(512 // CHUNK):
-            rescaled = acc[c] * alpha[None, :]
-            acc_next += (tl.dot(tl.trans(latent[c]), p.to(DTYPE), rescaled, out_dtype=tl.float32),)  # type: ignore[assignment]
+            acc_next += (tl.dot(tl.trans(latent[c]), p.to(DTYPE), acc[c] * alpha[None, :]),)  # type: ignore[assignment]
         acc = acc_next
-        m = m_next
-
-    denominator = tl.where(l == 0.0, 1.0, l)
-    in_group = column < HEAD_GROUP
-    if SPLIT:
-        slot = (row.to(tl.int64) * num_splits + split) * HEADS + head
-        lse = tl.where(l == 0.0, -float("inf"), m + tl.log2(denominator))
-        tl.store(partial_lse_ptr + slot, lse, mask=in_group)
-        target = partial_out_ptr
-    else:
-        slot = row.to(tl.int64) * HEADS + head
-        if lse_ptr is not None:
-            tl.store(lse_ptr + slot, _natural_lse(m, l), mask=in_group)
-        target = out_ptr
+    slot = (row.to(tl.int64) * num_splits + split) * HEADS + head
+    if lse_ptr is not None:
+        tl.store(lse_ptr + slot, (m + tl.log2(l)) * 0.6931471805599453, mask=in_group)
     # An empty split stores its lse alone: at weight 0 the merge does not read the rest.
-    mask = in_group[None, :] & (begin < end if SPLIT else True)
+    mask = in_group[None, :] & ((begin < end) | (num_splits == 1))
     for c in tl.static_range(512 // CHUNK):
-        pointers = target + slot[None, :] * 512 + c * CHUNK + dim
-        tl.store(pointers, (acc[c] / denominator[None, :]).to(target.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _natural_lse(peak, total):
-    """log(total * 2^peak), -inf where nothing was summed."""
-    return tl.where(total == 0.0, -float("inf"), (peak + tl.log2(total)) * 0.6931471805599453)
+        out = acc[c] / tl.where(l == 0.0, 1.0, l)[None, :]
+        tl.store(out_ptr + slot[None, :] * 512 + c * CHUNK + dim, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def _merge_kernel(
-    partial_out_ptr,  # float32 [total_q, num_splits, heads, 512], normalised per split
-    partial_lse_ptr,  # float32 [total_q, num_splits, heads], base 2
-    out_ptr,  # bf16 [total_q, heads, 512]
-    lse_ptr,  # float32 [total_q, heads], natural log, or None
+    partial_out_ptr, partial_lse_ptr,  # float32, as _attend_kernel leaves them
+    out_ptr, lse_ptr,  # bf16 [total_q, heads, 512], float32 [total_q, heads] or None
     num_splits, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
     SPLITS: tl.constexpr,  # num_splits rounded up to a power of two
 ):  # fmt: skip
     """Merge the splits of one (query token, head) over BLOCK_D dims; an empty split weighs 0, NaN stays NaN."""
-    row = tl.program_id(0) // HEADS
-    head = tl.program_id(0) % HEADS
+    out_slot = tl.program_id(0).to(tl.int64)
     dim = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     split = tl.arange(0, SPLITS)
-    slot = (row.to(tl.int64) * num_splits + split) * HEADS + head
+    slot = (out_slot // HEADS * num_splits + split) * HEADS + out_slot % HEADS
     lse = tl.load(partial_lse_ptr + slot, mask=split < num_splits, other=-float("inf"))
-    peak = tl.max(lse, 0)
-    peak = tl.where(peak == -float("inf"), 0.0, peak)
-    weight = tl.exp2(lse - peak)
+    peak = tl.maximum(tl.max(lse, 0), -3e38)  # finite
+    weight = tl.exp(lse - peak)
     total = tl.sum(weight, 0)
-    used = (weight != 0.0)[:, None]
     # [SPLITS, BLOCK_D], all of it in flight at once
-    partial = tl.load(partial_out_ptr + slot[:, None] * 512 + dim[None, :], mask=used, other=0.0)
+    partial = tl.load(partial_out_ptr + slot[:, None] * 512 + dim, mask=(weight != 0.0)[:, None], other=0.0)
     out = tl.sum(partial * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
-    out_slot = row.to(tl.int64) * HEADS + head
     tl.store(out_ptr + out_slot * 512 + dim, out.to(out_ptr.dtype.element_ty))
+    if lse_ptr is not None and tl.program_id(1) == 0:
+        tl.store(lse_ptr + out_slot, peak + tl.log(total))
+
+
+# On gfx950 (docs/gfx950.md):
+# cache -> LDS (asynchronous copies, two tiles) -> packed FP4 K, Q as two fp8 terms -> scaled MFMA -> S^T [token, head]
+# S^T -> P = 2^(S - m), bf16 -> LDS; tile -> v_cvt_scalef32_pk_bf16_fp4 -> V^T, bf16 MFMA with P -> O^T [dim, head]
+# For S^T each wave owns 32 tokens; for O^T a pair of waves owns its 64 tokens and each wave half of the dims, so that O
+# takes 64 registers. wave = 2 pair + half; a tile's rows in LDS are 64 pair + 4 unit + 2 half + j for row `unit` =
+# 4 g + r of matrix tile j. Block 4 g + step of a row lies at position 4 step + g: a lane's four scales are neighbours.
+
+
+@constexpr_function
+def _fields(shape, *places):
+    """Layout in which each axis lies wholly in registers, lanes or waves: three lists of axes, fastest first."""
+    bases = [
+        [[(a == axis) << bit for a in range(len(shape))] for axis in axes for bit in range(9) if 1 << bit < shape[axis]]
+        for axes in places
+    ]
+    return gl.DistributedLinearLayout(*bases, [], list(shape))
+
+
+@constexpr_function
+def _keep(layout, rank, *axes):
+    """Layout of what is left when slices or reductions remove all but these axes."""
+    for axis in reversed(range(rank)):
+        layout = layout if axis in axes else gl.SliceLayout(axis, layout)
+    return layout
+
+
+@constexpr_function
+def _rows(shape, interval, padding):
+    return gl.PaddedSharedLayout.with_identity_for([[interval, padding]], list(shape), list(range(len(shape)))[::-1])
+
+
+@constexpr_function
+def _q_rows(columns):
+    """fp8 [16, columns]: the 1 KiB that a wave loads with one instruction (64 columns of all heads) is contiguous."""
+    column = [[0, 1 << bit] for bit in range(columns.bit_length() - 1)]
+    bases = column[:6] + [[1 << bit, 0] for bit in range(4)] + column[6:]
+    return gl.PaddedSharedLayout([[1024, 16]], bases, [], [16, columns])
+
+
+@gluon_jit
+def _index(shape: gl.constexpr, layout: gl.constexpr, terms: gl.constexpr, start=0):
+    """start + the sum of index * stride over terms (axis, stride); stride 0 just broadcasts."""
+    x = start
+    for t in gl.static_range(len(terms)):
+        i = gl.arange(0, shape[terms[t][0]], layout=_keep(layout, len(shape), terms[t][0]))
+        for a in gl.static_range(len(shape)):
+            if a != terms[t][0]:
+                i = gl.expand_dims(i, a)
+        x += i * terms[t][1]
+    return x
+
+
+@gluon_jit
+def _same(x, layout: gl.constexpr):
+    """x under another layout that moves nothing."""
+    return gl.convert_layout(x, layout, assert_trivial=True)
+
+
+@gluon_jit
+def _token(row, WAVES: gl.constexpr):
+    """Token of the tile in this row of LDS: four rows are one copy instruction, number unit // WAVES of its wave."""
+    return row // 4 % WAVES * 32 + row // 4 // WAVES * 4 + row % 4
+
+
+@gluon_jit
+def _copy_tile(tile, kv_ptr, row, WAVES: gl.constexpr):
+    # int32 [tokens, 64] of LDS <- latent words of the tokens, 16 bytes a lane
+    BN: gl.constexpr = WAVES * 32
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 16], [WAVES, 1], [1, 0])
+    token = _token(gl.arange(0, BN, layout=gl.SliceLayout(1, LAYOUT)), WAVES)
+    word = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    word = word // 4 % 4 * 16 + word // 16 * 4 + word % 4
+    tile = tile._reinterpret(gl.int32, [BN, 64], _rows([BN, 64], 256, 4))
+    async_copy.buffer_load_to_shared(tile, kv_ptr + row.to(gl.int64) * 72, token[:, None] * 72 + word[None, :])
+    async_copy.commit_group()
+
+
+@gluon_jit
+def _load_bytes(ptr, row, PITCH: gl.constexpr, FIRST: gl.constexpr, FIELD: gl.constexpr, WAVES: gl.constexpr):
+    """Bytes from FIRST on of the tile's rows: [pair, half, j, unit, *FIELD], where FIELD is (copies, lanes, bytes)."""
+    SHAPE: gl.constexpr = (WAVES // 2, 2, 2, 16, FIELD[0], FIELD[1], FIELD[2])
+    LAYOUT: gl.constexpr = _fields(SHAPE, [6, 2], [3, 5, 4], [1, 0])
+    token = _token(_index(SHAPE, LAYOUT, ((0, 64), (1, 2), (3, 4))), WAVES)
+    lanes = token * PITCH + _index(SHAPE, LAYOUT, ((4, 0), (5, FIELD[2])), FIRST)
+    # The empty instruction keeps the sum next to its load, where what registers add becomes an immediate offset.
+    lanes = gl.inline_asm_elementwise("", "=v,0", [lanes], dtype=gl.int32, is_pure=False, pack=1)
+    offsets = lanes + _index(SHAPE, LAYOUT, ((2, PITCH), (6, 1)))
+    VECTOR: gl.constexpr = FIELD[2] if PITCH % FIELD[2] == 0 else 2 if PITCH % 2 == 0 else 1
+    offsets = gl.multiple_of(offsets, [1, 1, 1, 1, 1, 1, VECTOR])
+    offsets = gl.max_contiguous(offsets, [1, 1, 1, 1, 1, 1, VECTOR])
+    return cdna4.buffer_load(ptr + row.to(gl.int64) * PITCH, offsets)
+
+
+@gluon_jit
+def _quantize_q(x):
+    # float32 [head, block, 32] -> two fp8 terms, together all 8 bits of a bf16, and E8M0 [head, block]. A block with an
+    # infinity or a NaN gets the NaN scale, which reaches its own head only.
+    exponent = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=2) >> 23
+    scale = gl.where(exponent == 255, 255, gl.maximum(exponent - 7, 0))
+    x *= ((254 - scale) << 23).to(gl.float32, bitcast=True)[:, :, None]
+    first = x.to(gl.float8e4nv)
+    return first, (x - first.to(gl.float32)).to(gl.float8e4nv), scale.to(gl.uint8)
+
+
+@gluon_jit
+def _accumulate(acc, words, scale, p):
+    """acc[1 + i] + V^T P for dims i of the int32 words [wave, token, row, word]; acc[0] sums P."""
+    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc[1].type.layout, 8)
+    out = (cdna4.mfma(gl.full([acc[0].shape[0], 16, 64], 1.0, gl.bfloat16, LAYOUT), p, acc[0]),)
+    for i in gl.static_range(8):
+        # Two scaled bf16 of a byte. Of the scale it takes the exponent bits as E8M0: 0 is 2^-127.
+        v = gl.inline_asm_elementwise(f"v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[{i // 2 % 2},{i // 4},0]",
+                                      "=v,v,v", [words, scale], gl.int32, is_pure=True, pack=1)  # fmt: skip
+        v = v.permute([0, 3, 2, 1]).reshape([v.shape[0], 32, v.shape[1]])
+        v = (v >> i % 2 * 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+        out += (cdna4.mfma(_same(v, LAYOUT), p, acc[1 + i]),)  # type: ignore[assignment]
+    return out
+
+
+@gluon_jit
+def _attend_gfx950_kernel(
+    q_ptr, kv_ptr, scale_ptr, kv_indptr_ptr, out_ptr, lse_ptr,  # as in _attend_kernel
+    qk_scale, num_rows,  # kv_ptr: int32 [num_rows, 72], 16-byte aligned, num_rows >= 32 * WAVES
+    SCALE_STRIDE: gl.constexpr, NUM_SPLITS: gl.constexpr, WAVES: gl.constexpr,
+    NUM_DIES: gl.constexpr,  # workgroups go round-robin over so many dies; it divides the batch
+):  # fmt: skip
+    H: gl.constexpr = 16
+    BN: gl.constexpr = WAVES * 32
+    PAIRS: gl.constexpr = WAVES // 2
+    S_LAYOUT: gl.constexpr = AMDMFMALayout(4, [16, 16, 128], False, [WAVES, 1], tiles_per_warp=[2, 1])
+    K_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 16)
+    Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, S_LAYOUT, 16)
+    O_LAYOUT: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], False, [WAVES, 1, 1])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, O_LAYOUT, 8)
+    M_LAYOUT: gl.constexpr = _keep(O_LAYOUT, 3, 2)
+    LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 4], [1, WAVES], [1, 0])
+    K_SHAPE: gl.constexpr = (PAIRS, 16, 2, 2, 4, 4, 16)  # pair, unit, half, j, step, g, byte
+    K_FIELDS: gl.constexpr = _fields(K_SHAPE, [6, 4, 3], [1, 5], [2, 0])
+    MAX_FIELDS: gl.constexpr = _fields([PAIRS, 2, 4, H], [], [3, 2], [1, 0])  # pair, half, g, head
+    P_SHAPE: gl.constexpr = (PAIRS, 2, 2, H, 4, 8)  # pair, half of the dims, half of the tokens, head, g, (j, r)
+    P_FIELDS: gl.constexpr = _fields(P_SHAPE, [5, 2], [3, 4], [1, 0])
+    V_SHAPE: gl.constexpr = (PAIRS, 4, 4, 2, 2, 2, 8, 2, 2)  # pair, g, r, half, j, half of dims, position, part, word
+    V_FIELDS: gl.constexpr = _fields(V_SHAPE, [8, 2, 4, 3], [7, 6, 1], [5, 0])
+    VS_SHAPE: gl.constexpr = (PAIRS, 2, 8, 2, 4, 2, 2)  # pair, half of the dims, position, part, g, half, j
+    VS_FIELDS: gl.constexpr = _fields(VS_SHAPE, [6, 5], [3, 2, 4], [1, 0])
+    VS_BYTES: gl.constexpr = (PAIRS, 4, 4, 4, 2, 2, 4)  # pair, step, block % 4, g, half, j, r
+    VS_WORDS: gl.constexpr = (PAIRS, 2, 8, 4, 2, 2)
+
+    pid = gl.program_id(0)
+    seq = pid % NUM_DIES + pid // (NUM_DIES * NUM_SPLITS) * NUM_DIES
+    split = pid // NUM_DIES % NUM_SPLITS
+    begin, end = gl.load(kv_indptr_ptr + seq), gl.load(kv_indptr_ptr + seq + 1)
+    chunk = gl.cdiv(gl.cdiv(end - begin, BN), NUM_SPLITS) * BN
+    begin = gl.minimum(begin + split * chunk, end)
+    end = gl.minimum(begin + chunk, end)
+
+    # Two tiles, two terms of latent Q at a place hidden from the compiler, so that its loads' offsets stay under 64 KiB
+    lds = gl.allocate_shared_memory(gl.int32, [2 * WAVES + 2, 32, 64], _rows([32, 64], 256, 4))
+    q_unit = gl.where(num_rows >= 0, 2 * WAVES, 0)
+    q_lds = lds.index(q_unit)._reinterpret(gl.float8e4nv, [2, H, 512], _q_rows(512))
+    qr_lds = lds.index(0)._reinterpret(gl.float8e4nv, [H, 128], _q_rows(128))
+    P_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
+    p_lds = gl.allocate_shared_memory(gl.bfloat16, [PAIRS, 2, H, 4, 8], P_ROWS)
+    vs_lds = gl.allocate_shared_memory(gl.uint8, VS_BYTES, gl.SwizzledSharedLayout(1, 1, 1, [6, 5, 4, 3, 2, 1, 0]))
+
+    q_ptr += seq.to(gl.int64) * (H * 576)
+    kv8_ptr = kv_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
+    head = gl.arange(0, H, layout=gl.SliceLayout(1, LOAD_LAYOUT))[:, None] * 576
+    latent = cdna4.buffer_load(q_ptr, head + gl.arange(0, 512, layout=gl.SliceLayout(0, LOAD_LAYOUT))[None, :])
+    rope = cdna4.buffer_load(q_ptr, head + 512 + gl.arange(0, 128, layout=gl.SliceLayout(0, LOAD_LAYOUT))[None, :] % 64)
+    latent = latent.reshape([H, 4, 4, 32]).permute([0, 2, 1, 3]).reshape([H, 16, 32])
+    q1, q2, q_scale = _quantize_q(latent.to(gl.float32))
+    r1, r2, r_scale = _quantize_q(rope.to(gl.float32).reshape([H, 4, 32]))
+    q_lds.index(0).store(q1.reshape([H, 512]))
+    q_lds.index(1).store(q2.reshape([H, 512]))
+    is_second = gl.arange(0, 4, layout=_keep(r1.type.layout, 3, 1))[None, :, None] >= 2
+    qr_lds.store(gl.where(is_second, r2.to(gl.float32), r1.to(gl.float32)).to(gl.float8e4nv).reshape([H, 128]))
+    qr = qr_lds.permute([1, 0]).load(Q_LAYOUT)
+    q_scale = gl.convert_layout(q_scale, cdna4.get_mfma_scale_layout(Q_LAYOUT, [H, 16]))
+    r_scale = gl.convert_layout(r_scale, cdna4.get_mfma_scale_layout(Q_LAYOUT, [H, 4]))
+
+    zero = gl.zeros([WAVES, 32, H], gl.float32, O_LAYOUT)
+    start = (gl.zeros([WAVES, 16, H], gl.float32, O_LAYOUT), zero, zero, zero, zero, zero, zero, zero, zero)
+    acc = start
+    m = gl.full([H], -3e38, gl.float32, M_LAYOUT)
+    again, first_pass = begin < end, True
+    while again:
+        acc = start
+        peak = gl.full([PAIRS, 2, 4, H], -3e38, gl.float32, MAX_FIELDS)
+        # The last tile is moved back to end where the segment ends (its first tokens are masked): no masked loads
+        next_row = gl.maximum(gl.minimum(begin, end - BN), 0)
+        _copy_tile(lds.index(0), kv_ptr, next_row, WAVES)
+        kr = _load_bytes(kv8_ptr, next_row, 288, 256, (2, 2, 16), WAVES)  # twice: a step takes both terms of Q
+        rs = _load_bytes(scale_ptr, next_row, SCALE_STRIDE, 16, (2, 2, 1), WAVES)
+        ks = _load_bytes(scale_ptr, next_row, SCALE_STRIDE, 0, (1, 4, 4), WAVES)
+        slot = 0
+        for t in range(begin, end, BN):
+            row = next_row
+            next_row = gl.maximum(gl.minimum(t + BN, end - BN), 0)
+            tile = lds.index(slot)
+            slot = WAVES - slot
+            async_copy.wait_group(0)
+            k = async_copy.load_shared_relaxed(tile._reinterpret(gl.uint8, K_SHAPE, _rows(K_SHAPE, 1024, 16)), K_FIELDS)
+            k = _same(k.permute([0, 2, 3, 1, 4, 5, 6]).reshape([BN, 256]), K_LAYOUT)
+            kr = _same(kr.reshape([BN, 64]), K_LAYOUT)
+            k_scale = ks.permute([0, 1, 2, 3, 4, 6, 5]).reshape([BN, 16])
+            k_scale = _same(k_scale, cdna4.get_mfma_scale_layout(K_LAYOUT, [BN, 16]))
+            kr_scale = _same(rs.reshape([BN, 4]), cdna4.get_mfma_scale_layout(K_LAYOUT, [BN, 4]))
+            s = gl.zeros([BN, H], gl.float32, S_LAYOUT)
+            for term in gl.static_range(2):
+                q = async_copy.load_shared_relaxed(q_lds.index(term).permute([1, 0]), Q_LAYOUT)
+                s = cdna4.mfma_scaled(k, k_scale, "e2m1", q, q_scale, "e4m3", s)
+            s = cdna4.mfma_scaled(kr, kr_scale, "e2m1", qr, r_scale, "e4m3", s)
+            s = _same(s.reshape([WAVES, 32, H]), O_LAYOUT)
+            if (row != t) | (row + BN > end) | (t == begin):
+                token = gl.arange(0, BN, layout=gl.SliceLayout(1, S_LAYOUT))
+                token = _token(token // 64 * 64 + token % 16 * 4 + token // 16 % 4, WAVES)
+                valid = ((token >= t - row) & (token < end - row))[:, None].broadcast_to([BN, H])
+                s = gl.where(_same(valid.reshape([WAVES, 32, H]), O_LAYOUT), s, -float("inf"))
+                SCALES: gl.constexpr = ks.type.layout
+                token = _token(_index(ks.shape, SCALES, ((0, 64), (1, 2), (2, 1), (3, 4))), WAVES)
+                ks = gl.where((token >= t - row) & (token < end - row), ks, 127)  # P = 0 would not silence a NaN
+                if (t == begin) & first_pass:
+                    m = gl.maximum(m, gl.max(gl.max(s, axis=1), axis=0) * qk_scale)
+            vs_lds.store(ks.reshape([PAIRS, 2, 2, 4, 4, 4, 4]).permute([0, 6, 5, 3, 1, 2, 4]))
+            kr = _load_bytes(kv8_ptr, next_row, 288, 256, (2, 2, 16), WAVES)  # twice: a step takes both terms of Q
+            rs = _load_bytes(scale_ptr, next_row, SCALE_STRIDE, 16, (2, 2, 1), WAVES)
+            ks = _load_bytes(scale_ptr, next_row, SCALE_STRIDE, 0, (1, 4, 4), WAVES)
+            s = s * qk_scale - m[None, None, :]
+            p = gl.exp2(s).to(gl.bfloat16).reshape([PAIRS, 2, 2, 4, 4, H]).permute([0, 1, 5, 3, 2, 4])
+            p_lds.store(p.reshape([PAIRS, 2, H, 4, 8]))
+            s = gl.max(gl.max(s.reshape([PAIRS, 2, 2, 4, 4, H]), axis=4), axis=2)
+            peak = gl.maximum(peak, _same(s, MAX_FIELDS))
+            p = async_copy.load_shared_relaxed(p_lds, gl.SliceLayout(1, P_FIELDS))
+            _copy_tile(lds.index(slot), kv_ptr, next_row, WAVES)  # the barrier before that load freed this tile
+            # The empty instruction keeps the loads of the next tile ahead of what follows.
+            p = gl.inline_asm_elementwise("", "=v,0", [p], dtype=gl.bfloat16, is_pure=False, pack=2)
+            p = gl.expand_dims(p, 1).broadcast_to(P_SHAPE).permute([0, 1, 2, 4, 5, 3]).reshape([WAVES, 64, H])
+            v = async_copy.load_shared_relaxed(tile._reinterpret(gl.int32, V_SHAPE, _rows(V_SHAPE, 256, 4)), V_FIELDS)
+            v = v.permute([0, 5, 3, 1, 4, 2, 6, 7, 8]).reshape([WAVES, 64, 16, 2])
+            f = vs_lds._reinterpret(gl.int32, VS_WORDS, gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
+            f = async_copy.load_shared_relaxed(f, gl.SliceLayout(3, VS_FIELDS))
+            # The scales of tokens r = 0 to 3 are the bytes of a word: shifted to the exponent bits
+            f = gl.expand_dims(f, 3).broadcast_to(VS_SHAPE)
+            f = gl.join(gl.join(f << 23, f << 7), gl.join(f << 15, f >> 1)).to(gl.float32, bitcast=True)
+            f = f.reshape([PAIRS, 2, 8, 2, 4, 2, 2, 4]).permute([0, 1, 5, 4, 6, 7, 2, 3]).reshape([WAVES, 64, 16])
+            f = _same(f, gl.SliceLayout(3, v.type.layout))[:, :, :, None].broadcast_to(v.shape)
+            acc = _accumulate(acc, v, f, _same(p, P_LAYOUT))
+        async_copy.wait_group(0)
+        # P is relative to the first tile's maximum; scores that outgrow it by 2^24 are read again with the true one.
+        growth = gl.max(peak.reshape([PAIRS * 8, H]), axis=0)
+        again = (gl.max(growth, axis=0) > 24) & first_pass
+        m = gl.where(again, m + gl.convert_layout(growth, M_LAYOUT), m)
+        first_pass = False
+
+    # Sum over pairs, a quarter of the dims each: pair, block bit 1, word, bit 0, block // 4, part, wave, head, parity
+    SUM_SHAPE: gl.constexpr = (PAIRS, 2, 2, 2, 4, 2, WAVES, H // WAVES, 2)
+    SUM_FIELDS: gl.constexpr = _fields(SUM_SHAPE, [8, 0, 7], [2, 5, 3, 1, 4], [6])
+    ORDER: gl.constexpr = [8, 5, 4, 3, 2, 1, 7, 6, 0]
+    SUM_ROWS: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[128, 8]], list(SUM_SHAPE), ORDER)
+    OUT_SHAPE: gl.constexpr = (2, 2, 2, 4, 2, WAVES, H // WAVES, 8)
+    OUT_FIELDS: gl.constexpr = _fields(OUT_SHAPE, [7, 6], [1, 4, 2, 0, 3], [5])
+    memory = gl.allocate_shared_memory(gl.float32, SUM_SHAPE, SUM_ROWS)
+    sums = ()
+    for byte in gl.static_range(4):
+        memory.store(gl.join(acc[1 + 2 * byte], acc[2 + 2 * byte]).reshape(SUM_SHAPE))
+        sums += (gl.sum(memory.load(SUM_FIELDS), axis=0),)  # type: ignore[assignment]
+    x = gl.join(gl.join(sums[0], sums[2]), gl.join(sums[1], sums[3]))  # type: ignore[misc]
+    x = _same(x.permute([0, 1, 2, 3, 4, 5, 6, 8, 9, 7]).reshape(OUT_SHAPE), OUT_FIELDS)
+    total = gl.sum(gl.max(acc[0], axis=1), axis=0) * 0.5  # its rows are equal, and so are the waves of a pair
+    weight = gl.where(total == 0, 0.0, 1.0 / total).reshape([WAVES, H // WAVES])
+    x *= gl.convert_layout(weight, _keep(OUT_FIELDS, 8, 5, 6))[None, None, None, None, None, :, :, None]
+    TERMS: gl.constexpr = ((0, 64), (1, 8), (2, 32), (3, 128), (4, 16), (5, 512 * H // WAVES), (6, 512), (7, 1))
+    offsets = _index(OUT_SHAPE, OUT_FIELDS, TERMS)
+    part = (seq * NUM_SPLITS + split).to(gl.int64)
+    cdna4.buffer_store(x.to(out_ptr.dtype.element_ty), out_ptr + part * (H * 512), offsets)
     if lse_ptr is not None:
-        tl.store(lse_ptr + out_slot, _natural_lse(peak, total))
-
-
-# Inputs --------------------------------------------------------------------------------------------------------------
+        lse = (m + gl.log2(total)) * 0.6931471805599453
+        cdna4.buffer_store(lse, lse_ptr + part * H, gl.arange(0, H, layout=M_LAYOUT))
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """One call's tensors as the kernels want them; `check` says whether they fit."""
+    """One call's tensors as the kernels want them; `describe` says whether they fit."""
 
-    q: torch.Tensor  # bf16 [total_q, heads, 576], contiguous
-    kv_fp4: torch.Tensor  # uint8 [total_kv, 288], rows contiguous
-    kv_scale: torch.Tensor  # uint8 [>= total_kv, >= 18], any strides
-    kv_indptr: torch.Tensor  # int32 | int64 [batch + 1]
+    q: Tensor  # bf16 [total_q, heads, 576], contiguous
+    kv_fp4: Tensor  # uint8 [total_kv, 288], rows contiguous
+    kv_scale: Tensor  # uint8 [>= total_kv, >= 18], any strides
+    kv_indptr: Tensor  # int32 | int64 [batch + 1]
     sm_scale: float
-    qo_indptr: torch.Tensor | None = None  # int32 [batch + 1]
-    kv_fp8: torch.Tensor | None = None  # e4m3fn | e4m3fnuz [total_kv, 1, 576]
-    kv_fp8_scale: torch.Tensor | None = None  # float32, one element
-
-    @property
-    def batch(self) -> int:
-        return self.kv_indptr.numel() - 1
+    qo_indptr: Tensor | None = None  # int32 [batch + 1]
+    kv_fp8: Tensor | None = None  # e4m3fn | e4m3fnuz [total_kv, 1, 576]
+    kv_fp8_scale: Tensor | None = None  # float32, one element
 
     @property
     def q_len(self) -> int:
-        return self.q.shape[0] // self.batch
-
-    def check(self, config: dict[str, Any]) -> list[int]:
-        """Check shapes, dtypes, devices and (waiting for the device) lengths; returns the tokens of each sequence."""
-
-        def expect(good: bool, name: str, tensor: torch.Tensor, expected: str) -> None:
-            if not good:
-                got = f"{tensor.dtype} {list(tensor.shape)} strides {tensor.stride()} on {tensor.device}"
-                raise ValueError(f"{name}: expected {expected}, got {got}")
-
-        q, kv, scale, indptr, qo = self.q, self.kv_fp4, self.kv_scale, self.kv_indptr, self.qo_indptr
-        good = q.dtype == torch.bfloat16 and q.ndim == 3 and q.shape[-1] == QK_DIM
-        expect(good, "q", q, f"bf16 [total_q, heads, {QK_DIM}]")
-        expect(q.shape[1] in HEAD_COUNTS, "q", q, f"heads among {HEAD_COUNTS}")
-        good = indptr.dtype in (torch.int32, torch.int64) and indptr.ndim == 1 and len(indptr) > 1
-        expect(good, "kv_indptr", indptr, "int32 or int64 [batch + 1], batch >= 1")
-        expect(len(q) > 0 and len(q) % self.batch == 0, "q", q, f"total_q a multiple of batch {self.batch}")
-        expect(kv.ndim == 2 and kv.shape[1] == ROW_BYTES and kv.stride(1) == 1, "mxfp4 cache", kv, "rows of 288 bytes")
-        good = scale.ndim == 2 and scale.shape[0] >= len(kv) and scale.shape[1] >= ROW_SCALES
-        expect(good, "mxfp4 scale", scale, f"bytes [>= {len(kv)}, >= {ROW_SCALES}]")
-        for name, tensor in (("mxfp4 cache", kv), ("mxfp4 scale", scale), ("kv_indptr", indptr)):
-            expect(tensor.device == q.device, name, tensor, f"a tensor on q's device {q.device}")
-        _expect(math.isfinite(self.sm_scale) and self.sm_scale > 0, "sm_scale", "finite and positive", self.sm_scale)
-        for key, got in (("batch_size", self.batch), ("num_heads", q.shape[1]), ("q_seq_len", self.q_len)):
-            _expect(config.get(key, got) == got, f"config[{key!r}]", f"{got}, as the tensors say", config.get(key))
-        if qo is not None:
-            steps = list(range(0, len(q) + 1, self.q_len))
-            expect(qo.tolist() == steps, "qo_indptr", qo, f"{self.batch + 1} steps of q_seq_len {self.q_len}")
-        return self.lengths()
+        return len(self.q) // (len(self.kv_indptr) - 1)
 
     def lengths(self) -> list[int]:
         """Tokens of each sequence, checked against the cache; waits for the device."""
-        pairs = list(itertools.pairwise(self.kv_indptr.tolist()))
-        for i, pair in enumerate(pairs):
-            good = 0 <= pair[0] <= pair[1] <= len(self.kv_fp4)
-            _expect(good, f"kv_indptr[{i}:{i + 2}]", f"rising within 0..{len(self.kv_fp4)}", pair)
-        return [last - first for first, last in pairs]
+        bounds, total = self.kv_indptr.tolist(), len(self.kv_fp4)
+        good = bounds[0] >= 0 and bounds == sorted(bounds) and bounds[-1] <= total
+        _expect(good, "kv_indptr", f"rising within 0..{total}", bounds)
+        return self.kv_indptr.diff().tolist()
 
-
-def _byte_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """View one-byte elements (Triton knows no float4_e2m1fn_x2 or float8_e8m0fnu) as uint8 [rows, columns]."""
-    tensor = tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)
-    return tensor.squeeze(1) if tensor.ndim == 3 else tensor
+    def describe(self, config: dict[str, Any]) -> Problem:
+        """Check shapes, dtypes, devices and lengths; waits for the device, so it belongs to the pick."""
+        q, kv, sc, ki, qo = self.q, self.kv_fp4, self.kv_scale, self.kv_indptr, self.qo_indptr
+        good = q.dtype == torch.bfloat16 and q.ndim == 3 and q.shape[-1] == QK_DIM
+        _expect(good, "q", "bf16 [total_q, heads, 576]", q)
+        _expect(q.shape[1] in HEAD_COUNTS, "q", f"heads among {HEAD_COUNTS}", q)
+        good = ki.dtype in (torch.int32, torch.int64) and ki.ndim == 1 and len(ki) > 1
+        _expect(good, "kv_indptr", "int32 or int64 [batch + 1], batch >= 1", ki)
+        batch = len(ki) - 1
+        _expect(len(q) > 0 and len(q) % batch == 0, "q", f"total_q a multiple of batch {batch}", q)
+        _expect(kv.ndim == 2 and kv.shape[1] == ROW_BYTES and kv.stride(1) == 1, "mxfp4 cache", "rows of 288 bytes", kv)
+        good = sc.ndim == 2 and len(sc) >= len(kv) and sc.shape[1] >= ROW_SCALES
+        _expect(good, "mxfp4 scale", f"bytes [>= {len(kv)}, >= {ROW_SCALES}]", sc)
+        for name, tensor in (("mxfp4 cache", kv), ("mxfp4 scale", sc), ("kv_indptr", ki)):
+            _expect(tensor.device == q.device, name, f"a tensor on q's device {q.device}", tensor)
+        _expect(0 < self.sm_scale < math.inf, "sm_scale", "finite and positive", self.sm_scale)
+        for key, got in (("batch_size", batch), ("num_heads", q.shape[1]), ("q_seq_len", self.q_len)):
+            _expect(config.get(key, got) == got, f"config[{key!r}]", f"{got}, as the tensors say", config.get(key))
+        if qo is not None:
+            _expect(qo.tolist() == list(range(0, len(q) + 1, self.q_len)), "qo_indptr", f"steps of {self.q_len}", qo)
+        lengths, facts = self.lengths(), _device_facts(q.device)
+        return Problem(batch, len(q), q.shape[1], len(kv), max(lengths), min(lengths), *facts, q.device,
+                       kv.stride(0), sc.stride(), self.kv_fp8 is not None)  # fmt: skip
 
 
 def _unpack(data: input_t) -> Inputs:
     """The contest's tuple (q, kv_data, qo_indptr, kv_indptr, config) -> Inputs."""
     q, kv_data, qo_indptr, kv_indptr, config = data
     _expect("mxfp4" in kv_data, "kv_data", "the keys bf16, fp8 and mxfp4", list(kv_data))
-    codes, scales = kv_data["mxfp4"]
-    return Inputs(
-        q.contiguous(), _byte_rows(codes), _byte_rows(scales), kv_indptr.contiguous(),
-        float(config.get("sm_scale", QK_DIM**-0.5)), qo_indptr, *kv_data.get("fp8", (None, None)),
-    )  # fmt: skip
+    # Triton knows no float4_e2m1fn_x2 or float8_e8m0fnu.
+    codes, scales = ((t.squeeze(1) if t.ndim == 3 else t).view(torch.uint8) for t in kv_data["mxfp4"])
+    sm_scale, fp8 = float(config.get("sm_scale", QK_DIM**-0.5)), kv_data.get("fp8", (None, None))
+    return Inputs(q.contiguous(), codes, scales, kv_indptr.contiguous(), sm_scale, qo_indptr, *fp8)
 
 
-@functools.cache
-def _device_facts(device: torch.device) -> tuple[str, int, int]:
-    """(arch, compute units, bytes of last-level cache)."""
+def _device_facts(device: torch.device) -> tuple[str, int]:
+    """(arch, compute units)."""
     if device.type != "cuda":
-        return "cpu", 8, 0
+        try:  # an emulated device behind Triton's driver takes CPU tensors
+            active = triton.runtime.driver.active
+            if not INTERPRETED and active.get_active_torch_device().type == "cpu":
+                return active.get_current_target().arch, 256
+        except RuntimeError:  # no driver at all
+            pass
+        return "cpu", 8
     facts = torch.cuda.get_device_properties(device)
     arch = facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{facts.major}{facts.minor}"
-    return arch, facts.multi_processor_count, LAST_LEVEL_CACHE_BYTES.get(arch, facts.L2_cache_size)
+    return arch, facts.multi_processor_count
 
 
-def _describe(inputs: Inputs, config: dict[str, Any]) -> Problem:
-    """Check the inputs and describe their problem; waits for the device, so it belongs to the pick."""
-    lengths = inputs.check(config)
-    arch, num_cus, _ = _device_facts(inputs.q.device)
-    return Problem(
-        len(lengths), len(inputs.q), inputs.q.shape[1], len(inputs.kv_fp4), max(lengths), min(lengths), arch, num_cus,
-        inputs.q.device, inputs.kv_fp4.stride(0), inputs.kv_scale.stride(), inputs.kv_fp8 is not None,
-    )  # fmt: skip
+def run_decode(inputs: Inputs, plan: Plan, out: Tensor, lse: Tensor | None = None) -> Tensor:
+    """Fill out bf16 [total_q, heads, 512], which it returns, and lse float32 [total_q, heads]; right for any lengths.
 
-
-# Backends ------------------------------------------------------------------------------------------------------------
-
-
-class Backend(Protocol):
-    """One way to compute the attention; a module `mla_backends` beside this file adds what its `backends()` returns."""
-
-    name: str
-
-    def supports(self, problem: Problem) -> str | None:
-        """None, or the reason why this backend cannot take the problem."""
-
-    def plans(self, problem: Problem) -> list[Any]:
-        """Hashable plans worth trying, most promising first."""
-
-    def run(self, plan: Any, inputs: Inputs) -> torch.Tensor:
-        """bf16 [total_q, heads, 512], freshly allocated, right for any lengths; no host synchronisation."""
-
-
-def run_decode(inputs: Inputs, plan: Plan, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-    """Launch the Triton kernels: one launch, or two where splits are to be merged.
-
-    The last program to arrive could merge in the first launch, but it alone then reads what num_splits programs wrote:
-    on an H200, 4x1024, 8 splits, that took 140 us in all, against 34 us with the second launch.
+    A second launch merges splits: the last program to arrive would read alone what all wrote (140 us for 34, worklog).
     """
-    total_q, heads = inputs.q.shape[:2]
-    _expect(heads % plan.head_group == 0, "Plan.head_group", f"a divisor of {heads} heads", plan.head_group)
-    splits = plan.num_splits
+    q, kv, scale, indptr, splits = inputs.q, inputs.kv_fp4, inputs.kv_scale, inputs.kv_indptr, plan.num_splits
+    (total_q, heads), qk_scale = q.shape[:2], inputs.sm_scale * math.log2(math.e)
     # The interpreter truncates float32 to bf16; torch rounds to nearest even, as the hardware does.
     stored = torch.empty_like(out, dtype=torch.float32) if INTERPRETED else out
-    partial_out = partial_lse = None
+    attended: tuple[Tensor, Tensor | None] = stored, lse
     if splits > 1:
-        # From the caching allocator and freed on return: it alone keeps calls on different queues and in captured
-        # graphs apart, and once warm it asks nothing of the device.
+        # Scratch comes from the caching allocator and is freed on return: it alone keeps calls on different queues and
+        # in captured graphs apart, and once warm it asks nothing of the device.
         rows = total_q * splits * heads
         scratch = torch.empty(rows * (LATENT_DIM + 1), dtype=torch.float32, device=out.device)
-        partial_out, partial_lse = scratch[: rows * LATENT_DIM], scratch[rows * LATENT_DIM :]
-    _attend_kernel[(total_q * heads // plan.head_group, splits)](
-        inputs.q, inputs.kv_fp4, inputs.kv_scale, inputs.kv_indptr, stored, lse, partial_out, partial_lse,
-        inputs.kv_fp4.stride(0), inputs.kv_scale.stride(0), inputs.kv_scale.stride(1),
-        splits, inputs.q_len, inputs.sm_scale * math.log2(math.e),
-        HEADS=heads, HEAD_GROUP=plan.head_group, BLOCK_N=plan.block_n, CHUNK=plan.chunk, SPLIT=splits > 1,
-        DTYPE=tl.float32 if INTERPRETED else tl.bfloat16, num_warps=plan.num_warps, num_stages=plan.num_stages,
-    )  # fmt: skip
+        attended = scratch[: rows * LATENT_DIM], scratch[rows * LATENT_DIM :]
+    if plan.body == "gfx950":  # its loads are not masked: a cache shorter than a tile is padded
+        if (lacking := 32 * plan.num_warps - len(kv)) > 0:
+            kv, scale = (torch.nn.functional.pad(x[: len(kv)], (0, 0, 0, lacking)) for x in (kv, scale))
+        _attend_gfx950_kernel[(total_q * splits,)](
+            q, kv.view(torch.int32), scale, indptr, *attended, qk_scale, len(kv), SCALE_STRIDE=scale.stride(0),
+            NUM_SPLITS=splits, NUM_DIES=8 if total_q % 8 == 0 else 1, WAVES=plan.num_warps, num_warps=plan.num_warps,
+            waves_per_eu=2)  # fmt: skip
+    else:
+        _attend_kernel[(total_q * heads // plan.head_group, splits)](
+            q, kv, scale, indptr, *attended, kv.stride(0), *scale.stride(), splits, inputs.q_len, qk_scale,
+            HEADS=heads, HEAD_GROUP=plan.head_group, BLOCK_N=plan.block_n, CHUNK=plan.chunk,
+            DTYPE=tl.float32 if INTERPRETED else tl.bfloat16, num_warps=plan.num_warps, num_stages=1)  # fmt: skip
     if splits > 1:
         _merge_kernel[(total_q * heads, 4)](
-            partial_out, partial_lse, stored, lse, splits,
-            HEADS=heads, SPLITS=triton.next_power_of_2(splits), BLOCK_D=128, num_warps=4,
-        )  # fmt: skip
-    if stored is not out:
-        out.copy_(stored)
+            *attended, stored, lse, splits, HEADS=heads, BLOCK_D=128, SPLITS=triton.next_power_of_2(splits),
+            num_warps=4)  # fmt: skip
+    return out if stored is out else out.copy_(stored)
 
 
+# A backend: name; supports(problem) -> why it cannot take it, or None; plans(problem) -> hashable, the most promising
+# first; run(plan, inputs) -> bf16 [total_q, heads, 512], fresh, right for any lengths, without waiting for the device.
 class TritonBackend:
     """The kernels of this file, over the MXFP4 cache."""
 
     name = "triton"
 
     def supports(self, problem: Problem) -> str | None:
-        if problem.device.type == "cpu" and not INTERPRETED:
-            return "Triton needs a GPU, or TRITON_INTERPRET=1 on a CPU"
-        if problem.arch.startswith("sm_") and int(problem.arch[3:]) < 80:
-            return f"bf16 matrix instructions need sm_80 or newer, this is {problem.arch}"
-        return None
+        old = problem.arch.startswith("sm_") and int(problem.arch[3:]) < 80
+        lacking = old or (problem.arch == "cpu" and not INTERPRETED)
+        return "needs sm_80, an AMD GPU or TRITON_INTERPRET=1" if lacking else None
 
     def plans(self, problem: Problem) -> list[Plan]:
-        return candidate_plans(problem)
+        forced = overrides()["MLA_PLAN"]
+        return [replace(choose_plan(problem), **forced)] if forced else candidate_plans(problem)
 
-    def run(self, plan: Plan, inputs: Inputs) -> torch.Tensor:
-        out = torch.empty((*inputs.q.shape[:2], LATENT_DIM), dtype=torch.bfloat16, device=inputs.q.device)
-        run_decode(inputs, plan, out)
-        return out
+    def run(self, plan: Plan, inputs: Inputs) -> Tensor:
+        return run_decode(inputs, plan, inputs.q.new_empty((*inputs.q.shape[:2], LATENT_DIM)))
 
 
-class AiterPlan(NamedTuple):
-    """How to call aiter's persistent-mode decode kernel."""
-
-    q_dtype: str  # "fp8" | "bf16"
-    num_splits: int  # 1..32
+AiterPlan = namedtuple("AiterPlan", ("q_dtype", "num_splits"))  # "fp8" | "bf16"; 1..32
 
 
 class AiterBackend:
-    """aiter's fp8 persistent-mode kernel over the fp8 cache, called as the contest's reference calls it.
-
-    What makes it abort the process or answer wrongly is refused first; so every call reads the lengths on the host.
-    """
+    """aiter's fp8 persistent-mode kernel, called as the contest's reference does where it neither aborts nor errs."""
 
     name = "aiter"
     min_kv_len = 196  # below, its metadata kernel divides by zero; an empty sequence spoils its neighbour too
     max_total_kv = 7_456_541  # page ids from here on wrap before aiter 0.1.19
-    keywords: ClassVar = {
-        "get_mla_metadata_v1": {"kv_last_page_lens", "page_size", "kv_granularity", "max_split_per_batch", "dtype_kv"},
-        "mla_decode_fwd": {"work_meta_data", "reduce_partial_map", "q_scale", "kv_scale", "intra_batch_mode"},
-    }
 
     @functools.cached_property
     def api(self) -> Any:
@@ -492,67 +681,55 @@ class AiterBackend:
             import aiter.mla
         except (ImportError, LookupError, RuntimeError, OSError) as error:  # KeyError: an architecture it does not know
             return f"aiter cannot be imported: {type(error).__name__}: {error}"
-        version = getattr(aiter, "__version__", "of unknown version")
-        for name, needed in self.keywords.items():
+        for name, needed in (  # 0.1.10.post2 and newer have all of it
+            ("get_mla_metadata_v1", {"kv_last_page_lens", "page_size", "max_split_per_batch", "dtype_q", "dtype_kv"}),
+            ("mla_decode_fwd", {"work_meta_data", "reduce_partial_map", "kv_scale", "intra_batch_mode"})):  # fmt: skip
             function = getattr(aiter, name, None) or getattr(aiter.mla, name, None)
-            missing = needed - set(inspect.signature(function).parameters) if function else {"the function itself"}
+            missing = needed - set(inspect.signature(function).parameters) if function else "itself"
             if missing:
-                return f"aiter {version}: {name} lacks {', '.join(sorted(missing))}; 0.1.10.post2 and newer have it"
+                return f"aiter {getattr(aiter, '__version__', '(no version)')}: {name} lacks {missing}"
         return aiter
 
     def supports(self, problem: Problem) -> str | None:
-        for wrong, reason in (
-            (problem.arch not in ("gfx950", "gfx942"), f"its kernels are for gfx950 and gfx942, not {problem.arch}"),
-            (not problem.has_fp8, "no fp8 cache was given"),
-            ((problem.heads, problem.q_len) != (16, 1), f"{problem.heads} heads, q_seq_len {problem.q_len}: not 16, 1"),
-            (problem.kv_len_min < self.min_kv_len, f"{problem.kv_len_min} tokens: under {self.min_kv_len}"),
-            (problem.total_kv > self.max_total_kv, f"{problem.total_kv} tokens: over {self.max_total_kv}"),
-        ):
-            if wrong:
-                return reason
+        p, least, most = problem, self.min_kv_len, self.max_total_kv
+        fits = p.arch in ("gfx950", "gfx942") and p.has_fp8 and (p.heads, p.total_q) == (16, p.batch)
+        if not fits or p.kv_len_min < least or p.total_kv > most:
+            return f"for gfx950 and gfx942, fp8, 16 heads, q_seq_len 1, sequences from {least}, {most} tokens: not {p}"
         return self.api if isinstance(self.api, str) else None
 
     def plans(self, problem: Problem) -> list[AiterPlan]:
         # The contest's own 32 first; fewer splits save merging where the batch alone fills the card.
         splits = dict.fromkeys((32, min(32, max(1, 2 * problem.num_cus // problem.batch))))
-        return [AiterPlan(q, n) for n in splits for q in ("fp8", "bf16") if overrides().fallback_q in ("auto", q)]
+        q_dtype = overrides()["MLA_FALLBACK_Q"]
+        return [AiterPlan(q, n) for n in splits for q in ("fp8", "bf16") if q_dtype in ("auto", q)]
 
-    def run(self, plan: AiterPlan, inputs: Inputs) -> torch.Tensor:
+    def run(self, plan: AiterPlan, inputs: Inputs) -> Tensor:
         assert inputs.kv_fp8 is not None and inputs.kv_fp8_scale is not None and inputs.qo_indptr is not None
         shortest, first = min(inputs.lengths()), int(inputs.kv_indptr[0])
         _expect(shortest >= self.min_kv_len and first == 0, "kv_indptr", "0, then steps >= 196", (first, shortest))
-        q, q_scale, kv, device, batch = inputs.q, None, inputs.kv_fp8.contiguous(), inputs.q.device, inputs.batch
-        if plan.q_dtype == "fp8":
-            q, q_scale = _quantise_fp8(q, kv.dtype)
         kv_indptr, qo_indptr = inputs.kv_indptr.to(torch.int32), inputs.qo_indptr.to(torch.int32).contiguous()
-        last_page_len, heads, splits = kv_indptr.diff(), q.shape[1], plan.num_splits
+        q, q_scale, kv, last_page_len = inputs.q, None, inputs.kv_fp8.contiguous(), kv_indptr.diff()
+        out = q.new_empty((*q.shape[:2], LATENT_DIM))
+        if plan.q_dtype == "fp8":  # per tensor as the contest's reference: amax, scale and quotient in bf16
+            limit = torch.finfo(kv.dtype).max
+            factor = q.abs().amax().clamp(min=1e-12) / limit
+            q, q_scale = (q / factor).clamp(-limit, limit).to(kv.dtype), factor.to(torch.float32).reshape(1)
         info = self.api.get_mla_metadata_info_v1(
-            batch, 1, heads, q.dtype, kv.dtype, is_sparse=False, fast_mode=False, num_kv_splits=splits,
-            intra_batch_mode=True,
-        )  # fmt: skip
-        meta, work_indptr, work_info, *reduce = (torch.empty(s, dtype=t, device=device) for s, t in info)
+            len(last_page_len), 1, q.shape[1], q.dtype, kv.dtype, is_sparse=False, fast_mode=False,
+            num_kv_splits=plan.num_splits, intra_batch_mode=True)  # fmt: skip
+        meta, work_indptr, work_info, *reduce = (torch.empty(s, dtype=t, device=q.device) for s, t in info)
         self.api.get_mla_metadata_v1(
-            qo_indptr, kv_indptr, last_page_len, heads, 1, True, meta, work_info, work_indptr, *reduce, page_size=1,
-            kv_granularity=16, max_seqlen_qo=1, uni_seqlen_qo=1, fast_mode=False, max_split_per_batch=splits,
-            intra_batch_mode=True, dtype_q=q.dtype, dtype_kv=kv.dtype,
-        )  # fmt: skip
-        out = torch.empty((*q.shape[:2], LATENT_DIM), dtype=torch.bfloat16, device=device)
-        pages = torch.arange(kv.shape[0], dtype=torch.int32, device=device)
+            qo_indptr, kv_indptr, last_page_len, q.shape[1], 1, True, meta, work_info, work_indptr, *reduce,
+            page_size=1, kv_granularity=16, max_seqlen_qo=1, uni_seqlen_qo=1, fast_mode=False,
+            max_split_per_batch=plan.num_splits, intra_batch_mode=True, dtype_q=q.dtype, dtype_kv=kv.dtype)  # fmt: skip
+        pages = torch.arange(kv.shape[0], dtype=torch.int32, device=q.device)
         self.api.mla.mla_decode_fwd(
             q, kv.view(-1, 1, 1, QK_DIM), out, qo_indptr, kv_indptr, pages, last_page_len, 1, page_size=1, nhead_kv=1,
-            sm_scale=inputs.sm_scale, logit_cap=0.0, num_kv_splits=splits, q_scale=q_scale,
+            sm_scale=inputs.sm_scale, logit_cap=0.0, num_kv_splits=plan.num_splits, q_scale=q_scale,
             kv_scale=inputs.kv_fp8_scale.reshape(1).float(), intra_batch_mode=True, work_meta_data=meta,
             work_indptr=work_indptr, work_info_set=work_info, reduce_indptr=reduce[0], reduce_final_map=reduce[1],
-            reduce_partial_map=reduce[2],
-        )  # fmt: skip
+            reduce_partial_map=reduce[2])  # fmt: skip
         return out
-
-
-def _quantise_fp8(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-tensor fp8 of the contest's reference: amax, scale and quotient in x's own dtype; scale float32 [1]."""
-    limit = torch.finfo(dtype).max
-    scale = x.abs().amax().clamp(min=1e-12) / limit
-    return (x / scale).clamp(-limit, limit).to(dtype), scale.to(torch.float32).reshape(1)
 
 
 class TorchBackend:
@@ -560,51 +737,45 @@ class TorchBackend:
 
     name = "torch"
 
-    def supports(self, problem: Problem) -> str | None:
-        return None
+    supports = staticmethod(lambda problem: None)
+    plans = staticmethod(lambda problem: ["float32"])
 
-    def plans(self, problem: Problem) -> list[str]:
-        return ["float32"]
-
-    def run(self, plan: str, inputs: Inputs) -> torch.Tensor:
+    def run(self, plan: str, inputs: Inputs) -> Tensor:
         return torch_attention(inputs)[0].to(torch.bfloat16)
 
 
-def dequantise_mxfp4(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantise_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     """uint8 codes [n, 288] and E8M0 scales [n, >= 18] -> float32 [n, 576]."""
-    values = torch.tensor([*E2M1_VALUES, *(-v for v in E2M1_VALUES)], device=codes.device)
+    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
     nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).reshape(-1, ROW_SCALES, 32)
     byte = scales[:, :ROW_SCALES].to(torch.int32)
-    special = (byte == 0) | (byte == 255)  # 2^-127 and NaN carry a mantissa bit
-    scale = ((byte << 23) | (special.to(torch.int32) << 22)).view(torch.float32)
-    return (values[nibbles.long()] * scale[:, :, None]).reshape(-1, QK_DIM)
+    scale = ((byte << 23) | (((byte + 1) & 0xFE == 0).int() << 22)).view(torch.float32)  # 2^-127, NaN: a mantissa bit
+    return (torch.cat((magnitudes, -magnitudes))[nibbles.long()] * scale[:, :, None]).reshape(-1, QK_DIM)
 
 
-def torch_attention(
-    inputs: Inputs, sequences: list[int] | None = None, cache: str = "mxfp4"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 attention of some sequences (by default all) over the dequantised "mxfp4" or "fp8" cache.
-
-    Returns out float32 [rows, heads, 512] and natural-log lse float32 [rows, heads], q_len rows a sequence.
-    """
-    bounds, q_len = inputs.kv_indptr.tolist(), inputs.q_len
-    outs, lses = [], []
-    for i in range(inputs.batch) if sequences is None else sequences:
-        rows = slice(bounds[i], bounds[i + 1])
-        if cache == "mxfp4":
-            keys = dequantise_mxfp4(inputs.kv_fp4[rows], inputs.kv_scale[rows])
-        else:
-            assert inputs.kv_fp8 is not None and inputs.kv_fp8_scale is not None
-            keys = inputs.kv_fp8[rows].reshape(-1, QK_DIM).float() * inputs.kv_fp8_scale
-        for j in range(q_len):
-            visible = keys[: max(0, len(keys) - (q_len - 1 - j))]
-            scores = inputs.q[i * q_len + j].float() @ visible.T * inputs.sm_scale
-            lses.append(torch.logsumexp(scores, dim=-1))
-            outs.append(torch.softmax(scores, dim=-1) @ visible[:, :LATENT_DIM])
+def torch_attention(inputs: Inputs, sequences: Any = None, cache: str = "mxfp4") -> tuple[Tensor, Tensor]:
+    """float32 out [rows, heads, 512] and natural-log lse [rows, heads] of all or some sequences over one cache."""
+    bounds, q_len, outs, lses = inputs.kv_indptr.tolist(), inputs.q_len, [], []
+    for i, j in itertools.product(range(len(bounds) - 1) if sequences is None else sequences, range(q_len)):
+        q, end = inputs.q[i * q_len + j].float() * inputs.sm_scale, bounds[i + 1] - (q_len - 1 - j)
+        out, lse = q.new_zeros(len(q), LATENT_DIM), q.new_full((len(q),), -math.inf)
+        for start in range(bounds[i], end, 1 << 16):
+            rows = slice(start, min(end, start + (1 << 16)))
+            if cache == "mxfp4":
+                keys = dequantise_mxfp4(inputs.kv_fp4[rows], inputs.kv_scale[rows])
+            else:
+                keys = inputs.kv_fp8[rows].reshape(-1, QK_DIM).float() * inputs.kv_fp8_scale  # type: ignore[index,operator]
+            scores = q @ keys.T
+            total = torch.logaddexp(lse, torch.logsumexp(scores, dim=-1))
+            out = out * (lse - total).exp()[:, None] + (scores - total[:, None]).exp() @ keys[:, :LATENT_DIM]
+            lse = total
+        outs.append(out)
+        lses.append(lse)
     return torch.stack(outs), torch.stack(lses)
 
 
-def _extra_backends() -> tuple[Backend, ...]:
+def _extra_backends() -> tuple[Any, ...]:
+    """What a module `mla_backends` beside this file offers."""
     try:
         import mla_backends
     except ImportError:
@@ -612,50 +783,37 @@ def _extra_backends() -> tuple[Backend, ...]:
     return tuple(mla_backends.backends())
 
 
-# Pick ----------------------------------------------------------------------------------------------------------------
-
 # What a broken candidate can raise: the compiler, the launch, out of memory, an interface that changed.
-CANDIDATE_ERRORS = (
-    triton.TritonError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError,
-    NotImplementedError, OSError, MemoryError, ArithmeticError,
-)  # fmt: skip
+CANDIDATE_ERRORS = (triton.TritonError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError,
+                    AssertionError, OSError, MemoryError, ArithmeticError)  # fmt: skip
 
 
-class Overrides(NamedTuple):
-    """The documented environment overrides."""
-
-    backend: str  # MLA_BACKEND: auto | triton | aiter | torch | a name that mla_backends offers
-    fallback_q: str  # MLA_FALLBACK_Q: auto | fp8 | bf16, the query dtype of aiter's kernel
-    log: str  # MLA_LOG: DEBUG | INFO | WARNING | ERROR
-    plan: dict[str, int]  # MLA_PLAN: "block_n=64,num_splits=8", fields of Plan
-
-
-def overrides() -> Overrides:
-    """Parse them, here and nowhere else; a ValueError lists what is valid."""
-
-    def choice(name: str, *allowed: str) -> str:
-        value = os.environ.get(name, allowed[0])
-        _expect(value in allowed, name, f"one of {', '.join(allowed)}", repr(value))
-        return value
-
-    known, plan = [f.name for f in fields(Plan)], {}
-    for item in filter(None, os.environ.get("MLA_PLAN", "").split(",")):
-        key, _, value = item.strip().partition("=")
-        _expect(key in known and value.isdecimal(), "MLA_PLAN", f"field=number among {', '.join(known)}", repr(item))
-        plan[key] = int(value)
-    Plan(**plan)
-    backend = choice("MLA_BACKEND", "auto", "triton", "aiter", "torch", *(b.name for b in _extra_backends()))
-    fallback_q = choice("MLA_FALLBACK_Q", "auto", "fp8", "bf16")
-    return Overrides(backend, fallback_q, choice("MLA_LOG", "WARNING", "DEBUG", "INFO", "ERROR"), plan)
+def overrides() -> dict[str, Any]:
+    """The documented environment overrides, parsed here and nowhere else; a ValueError lists what is valid."""
+    choices = {
+        "MLA_BACKEND": ("auto", "triton", "aiter", "torch", *(b.name for b in _extra_backends())),
+        "MLA_FALLBACK_Q": ("auto", "fp8", "bf16"),  # the query dtype of aiter's kernel
+        "MLA_LOG": ("WARNING", "DEBUG", "INFO", "ERROR")}  # fmt: skip
+    values = {name: os.environ.get(name, allowed[0]) for name, allowed in choices.items()}
+    for name, value in values.items():
+        _expect(value in choices[name], name, f"one of {', '.join(choices[name])}", repr(value))
+    plan, known = {}, [f.name for f in fields(Plan)]
+    for item in filter(None, os.environ.get("MLA_PLAN", "").split(",")):  # such as "block_n=64,num_splits=8"
+        key, _, number = item.strip().partition("=")
+        good = key in known and number.isdecimal()
+        _expect(good, "MLA_PLAN", f"field=number among {', '.join(known)}", repr(item))
+        plan[key] = int(number)
+    Plan(**plan)  # type: ignore[arg-type]
+    return {**values, "MLA_PLAN": plan}
 
 
-@dataclass(slots=True)
+@dataclass
 class Candidate:
     """One backend with one plan, and what the pick found out about it."""
 
-    backend: Backend
+    backend: Any
     plan: Any
-    rel_l2: float = math.nan  # worst against float32 on the sampled sequences
+    rel_l2: float = math.nan  # worst sequence against float32
     time_us: float = math.nan  # cold, trimmed mean
     dropped: str | None = None  # why it is out
 
@@ -667,86 +825,42 @@ class Candidate:
         warnings.warn(f"dropped {self}: {self.dropped}", RuntimeWarning, stacklevel=3)
 
 
-@dataclass(slots=True)
-class Pick:
-    """The outcome for one shape."""
-
-    problem: Problem
-    candidates: list[Candidate]
-    ranking: list[Candidate]  # those found right, fastest first
-    pick_s: float
-    compile_s: float  # of pick_s: first calls, which compile, and checks
-
-    def run(self, inputs: Inputs) -> torch.Tensor:
-        """The fastest candidate that still stands; one that raises is dropped for good and the next answers."""
-        for candidate in self.ranking:
-            if candidate.dropped is None:
-                try:
-                    return candidate.backend.run(candidate.plan, inputs)
-                except CANDIDATE_ERRORS as error:
-                    candidate.drop(error)
-        raise RuntimeError("every backend failed: " + "; ".join(f"{c}: {c.dropped}" for c in self.candidates))
-
-    def report(self) -> dict[str, Any]:
-        """Shape, winner, seconds and every candidate with its error, time and the reason if it was dropped."""
-        winner = next((c for c in self.ranking if c.dropped is None), self.candidates[0])
-        candidates = [{"backend": c.backend.name, "plan": str(c.plan), "rel_l2": c.rel_l2, "time_us": c.time_us,
-                       "dropped": c.dropped} for c in self.candidates]  # fmt: skip
-        return {"batch": self.problem.batch, "kv_len_max": self.problem.kv_len_max, "backend": winner.backend.name,
-                "plan": str(winner.plan), "pick_s": self.pick_s, "compile_s": self.compile_s,
-                "candidates": candidates}  # fmt: skip
-
-
-def _relative_l2(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+def _relative_l2(got: Tensor, want: Tensor) -> Tensor:
     """||got - want|| / ||want|| per leading index; 0 where both agree, also on zeros."""
     gap = (got.float() - want.float()).flatten(1).norm(dim=1)
     return torch.where(gap == 0, gap, gap / want.float().flatten(1).norm(dim=1))
 
 
-class Judge:
-    """Decides whether a candidate's output is right: sampled sequences against float32, all against the fallback."""
-
-    def __init__(self, problem: Problem, inputs: Inputs) -> None:
-        lengths = inputs.lengths()
-        order = sorted(range(len(lengths)), key=lengths.__getitem__)
-        sampled = sorted({0, len(lengths) - 1, order[0], order[-1]})
-        self.inputs = inputs
-        self.rows = [i * problem.q_len + j for i in sampled for j in range(problem.q_len)]
-        caches = ("mxfp4", "fp8") if problem.has_fp8 else ("mxfp4",)
-        self.truths = {cache: torch_attention(inputs, sampled, cache)[0] for cache in caches}
-        self.format_gap = float(_relative_l2(self.truths["mxfp4"], self.truths[caches[-1]]).max())
-        self.fallback_out: torch.Tensor | None = None
-
-    def fault(self, candidate: Candidate) -> str | None:
-        """Run `candidate` twice; None if both outputs are right, else what is wrong. Sets `candidate.rel_l2`."""
-        cache = "fp8" if candidate.backend.name == "aiter" else "mxfp4"
-        truth, limit = self.truths[cache], REL_L2_LIMIT[cache]
-        shape = (*self.inputs.q.shape[:2], LATENT_DIM)
+def _fault(c: Candidate, inputs: Inputs, truths: dict[str, Tensor], fallback: Tensor | None) -> str | Exception | None:
+    """Run a candidate twice; None if both outputs are right, else what is wrong. Sets its rel_l2."""
+    cache = "fp8" if c.backend.name == "aiter" else "mxfp4"
+    truth, limit = truths[cache], REL_L2_LIMIT[cache]
+    format_gap = _relative_l2(truths["mxfp4"], truths.get("fp8", truth))  # what the data make the two caches differ by
+    try:
         for _ in range(2):
-            out = candidate.backend.run(candidate.plan, self.inputs)
-            if out.dtype != torch.bfloat16 or out.shape != shape:
-                return f"output is {out.dtype} {list(out.shape)}, expected bfloat16 {list(shape)}"
-            alike = bool((out[self.rows].isfinite() == truth.isfinite()).all())  # NaN only where the inputs demand it
-            candidate.rel_l2 = float(_relative_l2(out[self.rows], truth).nan_to_num(0.0 if alike else math.inf).max())
-            if not candidate.rel_l2 <= limit:
-                return f"relative L2 {candidate.rel_l2:.1e} against float32 over the {cache} cache, limit {limit:.0e}"
-            if self.fallback_out is None:
-                continue
-            got, want = (x.float().reshape(self.inputs.batch, -1) for x in (out, self.fallback_out))
-            gap, cosine = _relative_l2(got, want), torch.nn.functional.cosine_similarity(got, want, dim=1)
-            near = (gap <= FALLBACK_REL_L2) & (cosine >= FALLBACK_COSINE) | (gap <= FORMAT_SLACK * self.format_gap)
-            wrong = ~(near | (gap == 0) | (got.isnan().any(1) & want.isnan().any(1)))
-            if bool(wrong.any()):
-                i = int(wrong.nonzero()[0])
-                return f"sequence {i} is off the fallback: relative L2 {gap[i]:.1e}, cosine {cosine[i]:.4f}"
-        return None
+            out = c.backend.run(c.plan, inputs)
+            if out.dtype != torch.bfloat16 or out.shape != truth.shape:
+                return f"output is {out.dtype} {list(out.shape)}, expected bfloat16 {list(truth.shape)}"
+            alike = bool((out.isfinite() == truth.isfinite()).all())  # NaN only where the inputs demand it
+            errors = _relative_l2(out, truth).nan_to_num(0.0 if alike else math.inf)
+            c.rel_l2, row = float(errors.max()), int(errors.argmax())
+            if not c.rel_l2 <= limit:
+                return f"row {row}: relative L2 {c.rel_l2:.1e} against float32 over {cache}, limit {limit:.0e}"
+            if fallback is not None:
+                gap = _relative_l2(out, fallback)
+                cosine = torch.cosine_similarity(out.float().flatten(1), fallback.float().flatten(1))
+                far = ((gap > 0.20) | (cosine < 0.98)) & (gap > 1.5 * format_gap)
+                if bool(far.any()):
+                    return f"row {int(far.nonzero()[0])} is off the fallback: relative L2 {float(gap[far].max()):.1e}"
+    except CANDIDATE_ERRORS as error:
+        return error
+    return None
 
 
 def _time_cold_us(candidate: Candidate, inputs: Inputs, deadline: float) -> float:
     """Trimmed mean over 5 to TIMED_RUNS runs in the contest's order: flush, start event, call, end event."""
-    times: list[float] = []
-    device = inputs.q.device
-    flush = torch.empty(max(2 * _device_facts(device)[2], 512 << 20), dtype=torch.int8, device=device)
+    times, device = list[float](), inputs.q.device
+    flush = torch.empty(512 << 20, dtype=torch.int8, device=device)  # twice the largest last-level cache
     while len(times) < 5 or (len(times) < TIMED_RUNS and time.perf_counter() < deadline):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
@@ -757,66 +871,73 @@ def _time_cold_us(candidate: Candidate, inputs: Inputs, deadline: float) -> floa
         end.record()
         torch.cuda.synchronize(device)
         times.append(start.elapsed_time(end) * 1e3)
-    trimmed = sorted(times)[1:-1]
-    return sum(trimmed) / len(trimmed)
+    return sum(sorted(times)[1:-1]) / (len(times) - 2)
 
 
-def _pick(inputs: Inputs, config: dict[str, Any]) -> Pick:
-    """Check every candidate for this shape, time the right ones, rank them."""
-    started, forced, problem = time.perf_counter(), overrides(), _describe(inputs, config)
-    log.setLevel(forced.log)
-    # The fallbacks come first, because the others are held against the first of them that is right.
-    backends: list[Backend] = [AiterBackend(), TorchBackend(), *_extra_backends(), TritonBackend()]
-    backends = [b for b in backends if forced.backend in ("auto", b.name)]
-    refused = {b.name: reason for b in backends if (reason := b.supports(problem)) is not None}
-    log.info("not for this problem: %s", refused)
-    candidates = [Candidate(b, plan) for b in backends if b.name not in refused for plan in b.plans(problem)]
-    if forced.plan:
-        plan = replace(choose_plan(problem), **forced.plan)
-        candidates = [Candidate(c.backend, plan) if c.backend.name == "triton" else c for c in candidates]
-    if not candidates:
-        raise RuntimeError(f"MLA_BACKEND={forced.backend} leaves no backend for {problem}: {refused}; unset it")
-    judge = Judge(problem, inputs)
-    fallback: Candidate | None = None
-    right: list[Candidate] = []
-    deadline = started + PICK_BUDGET_S
-    for candidate in candidates:
-        if (fallback and candidate.backend.name == "torch") or (right and time.perf_counter() > deadline):
-            candidate.dropped = "not tried: no need of it, or no time left"
-            continue
-        try:
-            fault = judge.fault(candidate)
-            if fault is None and fallback is None and candidate.backend.name in ("aiter", "torch"):
-                fallback, judge.fallback_out = candidate, candidate.backend.run(candidate.plan, inputs)
-        except CANDIDATE_ERRORS as error:
-            candidate.drop(error)
-            continue
-        if fault is None:
-            right.append(candidate)
-        else:
-            candidate.drop(fault)
-    compile_s = time.perf_counter() - started
-    if problem.device.type == "cuda":
-        for candidate in right:
-            candidate.time_us = _time_cold_us(candidate, inputs, deadline)
-        right.sort(key=lambda c: c.time_us * (1 - TIE if c is fallback else 1))
-    else:  # nothing can be timed on a CPU: the order of preference, the fallback last
-        right.sort(key=lambda c: c is fallback)
-    for c in candidates:
-        log.info("%s: relative L2 %.1e, %.1f us%s", c, c.rel_l2, c.time_us, f", out: {c.dropped}" if c.dropped else "")
-    return Pick(problem, candidates, right, time.perf_counter() - started, compile_s)
+class Pick:
+    """Every candidate for one shape, checked and timed when this is made, and the ranking of those found right."""
+
+    def __init__(self, inputs: Inputs, config: dict[str, Any]) -> None:
+        started, forced, problem = time.perf_counter(), overrides(), inputs.describe(config)
+        log.setLevel(forced["MLA_LOG"])
+        # The fallbacks come first: the others are held against the first of them that is right.
+        backends = [AiterBackend(), TorchBackend(), *_extra_backends(), TritonBackend()]
+        backends = [b for b in backends if forced["MLA_BACKEND"] in ("auto", b.name)]
+        refused = {b.name: reason for b in backends if (reason := b.supports(problem)) is not None}
+        candidates = [Candidate(b, plan) for b in backends if b.name not in refused for plan in b.plans(problem)]
+        if not candidates:
+            raise RuntimeError(f"{forced} leave no backend for {problem}: {refused}; unset MLA_BACKEND")
+        self.problem, self.candidates, self.ranking = problem, candidates, list[Candidate]()
+        truths = {c: torch_attention(inputs, cache=c)[0] for c in ("mxfp4", "fp8")[: 1 + problem.has_fp8]}
+        fallback, fallback_out, deadline = None, None, started + PICK_BUDGET_S
+        for c in candidates:
+            if (fallback and c.backend.name == "torch") or (self.ranking and time.perf_counter() > deadline):
+                c.dropped = "not tried: no need of it, or no time left"
+                continue
+            if fault := _fault(c, inputs, truths, fallback_out):
+                c.drop(fault)
+                continue
+            self.ranking.append(c)
+            if fallback is None and c.backend.name in ("aiter", "torch"):
+                fallback, fallback_out = c, c.backend.run(c.plan, inputs)
+        self.compile_s = time.perf_counter() - started  # first calls, which compile, and checks
+        if problem.device.type == "cuda":
+            for c in self.ranking:
+                c.time_us = _time_cold_us(c, inputs, deadline)
+            self.ranking.sort(key=lambda c: c.time_us * (1 - TIE if c is fallback else 1))
+        else:  # nothing can be timed on a CPU: the order of preference, the fallback last
+            self.ranking.sort(key=lambda c: c is fallback)
+        self.pick_s = time.perf_counter() - started
+        log.info("not for this problem: %s", refused)
+        for c in candidates:
+            log.info("%s: relative L2 %.1e, %.1f us, %s", c, c.rel_l2, c.time_us, c.dropped or "right")
+
+    def run(self, inputs: Inputs) -> Tensor:
+        """The fastest candidate that still stands; one that raises is dropped for good and the next answers."""
+        for c in self.ranking:
+            if c.dropped is None:
+                try:
+                    return c.backend.run(c.plan, inputs)
+                except CANDIDATE_ERRORS as error:
+                    c.drop(error)
+        raise RuntimeError("every backend failed: " + "; ".join(f"{c}: {c.dropped}" for c in self.candidates))
+
+    def report(self) -> dict[str, Any]:
+        """Shape, winner, seconds and every candidate with its error, time and the reason if it was dropped."""
+        winner = next((c for c in self.ranking if c.dropped is None), self.candidates[0])
+        candidates = [{**vars(c), "backend": c.backend.name, "plan": str(c.plan)} for c in self.candidates]
+        return {"batch": self.problem.batch, "kv_len_max": self.problem.kv_len_max, "candidates": candidates,
+                "backend": winner.backend.name, "plan": str(winner.plan), "pick_s": self.pick_s,
+                "compile_s": self.compile_s}  # fmt: skip
 
 
-# Entry points --------------------------------------------------------------------------------------------------------
-
-_picks: dict[tuple, Pick] = {}
+_picks: dict[tuple, Any] = {}  # Pick, the latest used last
 _picks_lock = threading.Lock()
-_last_pick: list[Pick] = []
 
 
 def last_pick() -> dict[str, Any] | None:
     """Pick.report() of the last call's shape; None before any call."""
-    return _last_pick[0].report() if _last_pick else None
+    return next(reversed(_picks.values())).report() if _picks else None
 
 
 def status() -> list[dict[str, Any]]:
@@ -828,14 +949,13 @@ def _shape_key(data: input_t) -> tuple:
     """All that checks and pick depend on and that a call tells without looking at values."""
     q, kv_data, qo_indptr, kv_indptr, config = data
     tensors = (q, *kv_data["mxfp4"], *kv_data.get("fp8", ()), kv_indptr, qo_indptr)
-    facts = tuple((t.dtype, t.shape, t.stride(), t.device) for t in tensors)
-    return (facts, config.get("batch_size"), config.get("num_heads"), config.get("q_seq_len"))
+    settings = (config.get(key) for key in ("batch_size", "num_heads", "q_seq_len"))
+    return (*((t.dtype, t.shape, t.stride(), t.device) for t in tensors if t is not None), *settings)
 
 
 def mla_decode(
-    q: torch.Tensor, kv_fp4: torch.Tensor, kv_scale: torch.Tensor, kv_indptr: torch.Tensor, sm_scale: float,
-    plan: Plan | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: Tensor, kv_fp4: Tensor, kv_scale: Tensor, kv_indptr: Tensor, sm_scale: float, plan: Plan | None = None
+) -> tuple[Tensor, Tensor]:
     """MLA decode over an MXFP4 cache (OCP MX v1.0: e2m1 codes, one E8M0 scale per 32 values).
 
     Args:
@@ -852,12 +972,12 @@ def mla_decode(
     Raises:
         ValueError: a tensor or the plan does not fit; the message names it, what was expected and what came.
     """
-    inputs = Inputs(q.contiguous(), _byte_rows(kv_fp4), _byte_rows(kv_scale), kv_indptr.contiguous(), sm_scale)
-    problem = _describe(inputs, {})
+    inputs = _unpack((q, {"mxfp4": (kv_fp4, kv_scale)}, None, kv_indptr, {"sm_scale": sm_scale}))  # type: ignore[arg-type]
+    problem = inputs.describe({})
     if TritonBackend().supports(problem) is not None:
         result, lse = torch_attention(inputs)
         return result.to(torch.bfloat16), lse
-    out = torch.empty((*q.shape[:2], LATENT_DIM), dtype=torch.bfloat16, device=q.device)
+    out = q.new_empty((*q.shape[:2], LATENT_DIM))
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     run_decode(inputs, plan or choose_plan(problem), out, lse)
     return out, lse
@@ -873,11 +993,8 @@ def custom_kernel(data: input_t) -> output_t:
         bf16 [total_q, heads, 512], a fresh tensor.
     """
     inputs, key = _unpack(data), _shape_key(data)
-    pick = _picks.get(key)
-    if pick is None:
-        with _picks_lock:
-            pick = _picks[key] = _picks.get(key) or _pick(inputs, data[4])
-            while len(_picks) > MAX_PICKS:
-                _picks.pop(next(iter(_picks)))
-    _last_pick[:] = [pick]
+    with _picks_lock:
+        pick = _picks[key] = _picks.pop(key, None) or Pick(inputs, data[4])
+        while len(_picks) > MAX_PICKS:
+            _picks.pop(next(iter(_picks)))
     return pick.run(inputs)

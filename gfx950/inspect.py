@@ -185,21 +185,19 @@ def compile_portable(plan: Any, target: Any = None) -> Any:
 
     import submission
 
-    pointers = {"q_ptr": "*bf16", "kv_ptr": "*u8", "scale_ptr": "*u8", "kv_indptr_ptr": "*i32", "out_ptr": "*bf16"}
-    pointers |= {"partial_out_ptr": "*fp32", "partial_lse_ptr": "*fp32"}
+    pointers = {"q_ptr": "*bf16", "kv_ptr": "*u8", "scale_ptr": "*u8", "kv_indptr_ptr": "*i32"}
+    pointers |= {"out_ptr": "*fp32", "lse_ptr": "*fp32"} if plan.num_splits > 1 else {"out_ptr": "*bf16"}
     numbers = {"kv_row_stride": "i32", "scale_row_stride": "i32", "qk_scale": "fp32", "num_splits": "i32"}
-    constants: dict[str, Any] = {"lse_ptr": None, "scale_col_stride": 1, "q_len": 1, "HEADS": 16}
-    constants |= {"HEAD_GROUP": plan.head_group, "BLOCK_N": plan.block_n, "CHUNK": plan.chunk}
-    constants |= {"SPLIT": plan.num_splits > 1, "DTYPE": submission.tl.bfloat16}
-    if plan.num_splits == 1:
-        constants |= {"partial_out_ptr": None, "partial_lse_ptr": None}
+    constants: dict[str, Any] = {"scale_col_stride": 1, "q_len": 1, "HEADS": 16, "HEAD_GROUP": plan.head_group}
+    constants |= {"BLOCK_N": plan.block_n, "CHUNK": plan.chunk, "DTYPE": submission.tl.bfloat16}
+    constants |= {} if plan.num_splits > 1 else {"lse_ptr": None}
     names = submission._attend_kernel.arg_names
     signature = {n: "constexpr" if n in constants else (pointers | numbers)[n] for n in names}
     aligned = {(names.index(n),): [["tt.divisibility", 16]] for n in [*pointers, "kv_row_stride"] if n not in constants}
     return triton.compile(
         ASTSource(submission._attend_kernel, signature, constants, aligned),
         target=target or GPUTarget("cuda", 90, 32),
-        options={"num_warps": plan.num_warps, "num_stages": plan.num_stages},
+        options={"num_warps": plan.num_warps, "num_stages": 1},
     )
 
 
