@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import triton
 
+import submission
+
 # Per token and compute unit; what HBM allows at 8 TB/s is 23.5 cycles.
 TARGETS = {"valu": 12.0, "mfma": 12.5, "issue": 23.5, "lds": 11.0}
 MIN_WAVES_PER_CU = 6
@@ -29,7 +31,6 @@ REPLACED_KERNELS = "170 to 190 VALU cycles a token in the lookup-table kernels t
 
 def ranked_problems(arch: str) -> list[Any]:
     """The benchmark shapes of task.yml as problems on `arch`."""
-    import submission
     from eval import manifest_cases
 
     problems = []
@@ -45,7 +46,6 @@ def ranked_problems(arch: str) -> list[Any]:
 
 def run_emulated(plan: Any, tokens: int) -> Any:
     """Run `plan` over one sequence of random content in the emulator; returns the device with profiles."""
-    import submission
     from gfx950.device import emulated_device
 
     gen = torch.Generator().manual_seed(tokens)
@@ -65,7 +65,6 @@ def tokens_per_tile(plan: Any) -> int:
 
 def inspect_gfx950() -> dict[str, Any]:
     """The report of every ranked plan; see the module."""
-    import submission
     from gfx950.pricing import (
         assumptions,
         decode_work,
@@ -148,8 +147,6 @@ def missed_targets(entry: dict[str, Any]) -> list[str]:
 
 def inspect_sm_90() -> dict[str, Any]:
     """What NVIDIA's assembler says of the portable plans."""
-    import submission
-
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     entries: list[dict[str, Any]] = []
     for problem in ranked_problems("sm_90"):
@@ -182,8 +179,6 @@ def compile_portable(plan: Any, target: Any = None) -> Any:
     """The portable attention kernel for sm_90 (or `target`), ahead of time, for contiguous bf16 inputs."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
-
-    import submission
 
     pointers = {"q_ptr": "*bf16", "kv_ptr": "*u8", "scale_ptr": "*u8", "kv_indptr_ptr": "*i32"}
     pointers |= {"out_ptr": "*fp32", "lse_ptr": "*fp32"} if plan.num_splits > 1 else {"out_ptr": "*bf16"}

@@ -32,3 +32,12 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """No override of the caller's shell reaches a test."""
     for name in [name for name in os.environ if name.startswith(("MLA_", "POPCORN_"))]:
         monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
+def same_submission() -> Iterator[None]:
+    """A test that loads another file under the contest's module name leaves ours in place for the next."""
+    ours = sys.modules.get("submission")
+    yield
+    if ours is not None:
+        sys.modules["submission"] = ours
