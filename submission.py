@@ -70,14 +70,12 @@ class Plan:
     num_splits: int = 1  # programs that share one sequence
     num_warps: int = 4  # warps (waves) per program; "gfx950" gives each 32 tokens of a tile
     block_n: int = 64  # tokens per tile; the rest concerns "portable" alone
-    head_group: int = 16  # query heads per program
     chunk: int = 128  # latent dims decoded and multiplied at a time
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("body", ("portable", "gfx950")), ("num_splits", range(1, MAX_SPLITS + 1)), ("num_warps", (1, 2, 4, 8)),
-            ("block_n", (16, 32, 64, 128, 256)), ("head_group", (4, 8, 16)),
-            ("chunk", (64, 128, 256, 512))):  # fmt: skip
+            ("block_n", (16, 32, 64, 128, 256)), ("chunk", (64, 128, 256, 512))):  # fmt: skip
             _expect(getattr(self, name) in allowed, f"Plan.{name}", f"one of {allowed}", repr(getattr(self, name)))
 
 
@@ -115,11 +113,10 @@ def choose_plan(problem: Problem) -> Plan:
             return plan
         wanted = problem.num_cus // problem.batch  # one workgroup of 8 waves fills a compute unit's LDS
     else:
-        group = 16 if problem.heads % 16 == 0 else 8
         warps = 8 if problem.arch.startswith("sm_") else 4  # on NVIDIA 4 spill at 64 tokens
-        plan = Plan(head_group=group, num_warps=warps, chunk=512 if problem.arch == "cpu" else 128)
+        plan = Plan(num_warps=warps, chunk=512 if problem.arch == "cpu" else 128)
         # Two resident programs a compute unit hide each other's barriers and exponentials.
-        wanted = 2 * problem.num_cus // (problem.total_q * problem.heads // group)
+        wanted = 2 * problem.num_cus // (problem.total_q * triton.cdiv(problem.heads, 16))
     tiles = triton.cdiv(problem.kv_len_max, plan.block_n)
     return replace(plan, num_splits=max(1, min(wanted, tiles // 2, MAX_SPLITS)))
 
@@ -129,13 +126,8 @@ def candidate_plans(problem: Problem) -> list[Plan]:
     plan = choose_plan(problem)
     if problem.device.type == "cpu":  # nothing can be timed there
         return [plan]
-    other = (
-        {"body": "portable", "block_n": 64, "num_warps": 4}
-        if plan.body == "gfx950"
-        else {"block_n": 32, "num_warps": 4}
-    )
-    plans = plan, replace(plan, num_splits=max(1, plan.num_splits // 2)), replace(plan, **other)  # type: ignore[arg-type]
-    return list(dict.fromkeys(plans))
+    other = replace(plan, body="portable", num_warps=4, block_n=64 if plan.body == "gfx950" else 32)
+    return list(dict.fromkeys((plan, replace(plan, num_splits=max(1, plan.num_splits // 2)), other)))
 
 
 @triton.jit
@@ -169,12 +161,12 @@ def _attend_kernel(
     lse_ptr,  # float32 [total_q, num_splits, heads], natural log, or None
     kv_row_stride, scale_row_stride, scale_col_stride, num_splits, q_len,
     qk_scale,  # sm_scale * log2(e)
-    HEADS: tl.constexpr, HEAD_GROUP: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,  # latent dims at a time
     DTYPE: tl.constexpr,  # bfloat16; float32 in the interpreter, which computes bf16 on raw bits
 ):  # fmt: skip
-    tl.static_assert(HEADS % HEAD_GROUP == 0)
-    GROUPS: tl.constexpr = HEADS // HEAD_GROUP
+    tl.static_assert(HEADS == 8 or HEADS % 16 == 0)
+    GROUPS: tl.constexpr = (HEADS + 15) // 16  # programs of 16 heads, what matrix units want
     # Axis 0 runs fastest, over sequences: with batch % 8 == 0 the splits of one share one of 8 dies and its L2.
     row = tl.program_id(0) // GROUPS  # query token
     split = tl.program_id(1)
@@ -185,16 +177,15 @@ def _attend_kernel(
     tiles = tl.cdiv(length, BLOCK_N)
     begin = (tiles * split) // num_splits * BLOCK_N
     end = tl.minimum((tiles * (split + 1)) // num_splits * BLOCK_N, length)
-    column = tl.arange(0, 16)  # what matrix units want, also of a smaller group
-    in_group = column < HEAD_GROUP
-    head = tl.program_id(0) % GROUPS * HEAD_GROUP + column
+    head = tl.program_id(0) % GROUPS * 16 + tl.arange(0, 16)
+    is_head = head < HEADS
     q_base = q_ptr + row.to(tl.int64) * (HEADS * 576) + head[None, :] * 576
     dim = tl.arange(0, CHUNK)[:, None]
     q_latent, acc = (), ()
     for c in tl.static_range(512 // CHUNK):
-        q_latent += (tl.load(q_base + c * CHUNK + dim, mask=in_group[None, :], other=0.0).to(DTYPE),)  # type: ignore[assignment]
+        q_latent += (tl.load(q_base + c * CHUNK + dim, mask=is_head[None, :], other=0.0).to(DTYPE),)  # type: ignore[assignment]
         acc += (tl.zeros([CHUNK, 16], tl.float32),)  # type: ignore[assignment]
-    q_rope = tl.load(q_base + 512 + tl.arange(0, 64)[:, None], mask=in_group[None, :], other=0.0).to(DTYPE)  # [64, 16]
+    q_rope = tl.load(q_base + 512 + tl.arange(0, 64)[:, None], mask=is_head[None, :], other=0.0).to(DTYPE)  # [64, 16]
 
     m = tl.full([16], -3e38, tl.float32)  # finite, so that nothing becomes inf - inf
     l = tl.zeros([16], tl.float32)
@@ -221,9 +212,9 @@ def _attend_kernel(
         acc = acc_next
     slot = (row.to(tl.int64) * num_splits + split) * HEADS + head
     if lse_ptr is not None:
-        tl.store(lse_ptr + slot, (m + tl.log2(l)) * 0.6931471805599453, mask=in_group)
+        tl.store(lse_ptr + slot, (m + tl.log2(l)) * 0.6931471805599453, mask=is_head)
     # An empty split stores its lse alone: at weight 0 the merge does not read the rest.
-    mask = in_group[None, :] & ((begin < end) | (num_splits == 1))
+    mask = is_head[None, :] & ((begin < end) | (num_splits == 1))
     for c in tl.static_range(512 // CHUNK):
         out = acc[c] / tl.where(l == 0.0, 1.0, l)[None, :]
         tl.store(out_ptr + slot[None, :] * 512 + c * CHUNK + dim, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -538,11 +529,11 @@ def _attend_gfx950_kernel(
 class Inputs:
     """One call's tensors as the kernels want them; `describe` says whether they fit."""
 
-    q: Tensor  # bf16 [total_q, heads, 576], contiguous
-    kv_fp4: Tensor  # uint8 [total_kv, 288], rows contiguous
-    kv_scale: Tensor  # uint8 [>= total_kv, >= 18], any strides
-    kv_indptr: Tensor  # int32 | int64 [batch + 1]
-    sm_scale: float
+    q: Tensor  # bf16 [total_q, heads, 576], contiguous; total_q / batch tokens per sequence, causal among themselves
+    kv_fp4: Tensor  # uint8 [total_kv, 288], two codes a byte, even dim in the low nibble; rows contiguous
+    kv_scale: Tensor  # uint8 [>= total_kv, >= 18], any strides; byte b scales by 2^(b - 127), 255 is NaN
+    kv_indptr: Tensor  # int32 | int64 [batch + 1]; sequence i owns tokens kv_indptr[i] .. kv_indptr[i + 1] - 1
+    sm_scale: float  # factor on the scores
     qo_indptr: Tensor | None = None  # int32 [batch + 1]
     kv_fp8: Tensor | None = None  # e4m3fn | e4m3fnuz [total_kv, 1, 576]
     kv_fp8_scale: Tensor | None = None  # float32, one element
@@ -551,26 +542,34 @@ class Inputs:
     def q_len(self) -> int:
         return len(self.q) // (len(self.kv_indptr) - 1)
 
+    def keys(self, rows: slice, cache: str) -> Tensor:
+        """float32 [n, 576]: these rows of the "mxfp4" or the "fp8" cache."""
+        if cache == "fp8":
+            return self.kv_fp8[rows].reshape(-1, QK_DIM).float() * self.kv_fp8_scale  # type: ignore[index,operator]
+        codes, byte = self.kv_fp4[rows], self.kv_scale[rows, :ROW_SCALES].to(torch.int32)
+        magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
+        nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).reshape(-1, ROW_SCALES, 32).long()
+        scale = ((byte << 23) | (((byte + 1) & 0xFE == 0).int() << 22)).view(torch.float32)  # as in _decode_tile
+        return (torch.cat((magnitudes, -magnitudes))[nibbles] * scale[:, :, None]).reshape(-1, QK_DIM)
+
     def lengths(self) -> list[int]:
         """Tokens of each sequence, checked against the cache; waits for the device."""
         bounds, total = self.kv_indptr.tolist(), len(self.kv_fp4)
-        good = bounds[0] >= 0 and bounds == sorted(bounds) and bounds[-1] <= total
-        _expect(good, "kv_indptr", f"rising within 0..{total}", bounds)
+        _expect([0, *bounds, total] == sorted([0, *bounds, total]), "kv_indptr", f"rising within 0..{total}", bounds)
         return self.kv_indptr.diff().tolist()
 
     def describe(self, config: dict[str, Any]) -> Problem:
         """Check shapes, dtypes, devices and lengths; waits for the device, so it belongs to the pick."""
         q, kv, sc, ki, qo = self.q, self.kv_fp4, self.kv_scale, self.kv_indptr, self.qo_indptr
-        good = q.dtype == torch.bfloat16 and q.ndim == 3 and q.shape[-1] == QK_DIM
-        _expect(good, "q", "bf16 [total_q, heads, 576]", q)
+        _expect(q.dtype == torch.bfloat16 and q.ndim == 3 and q.shape[-1] == 576, "q", "bf16 [total_q, heads, 576]", q)
         _expect(q.shape[1] in HEAD_COUNTS, "q", f"heads among {HEAD_COUNTS}", q)
-        good = ki.dtype in (torch.int32, torch.int64) and ki.ndim == 1 and len(ki) > 1
-        _expect(good, "kv_indptr", "int32 or int64 [batch + 1], batch >= 1", ki)
+        integer = ki.dtype in (torch.int32, torch.int64)
+        _expect(integer and ki.ndim == 1 and len(ki) > 1, "kv_indptr", "int32 or int64 [batch + 1], batch >= 1", ki)
         batch = len(ki) - 1
         _expect(len(q) > 0 and len(q) % batch == 0, "q", f"total_q a multiple of batch {batch}", q)
         _expect(kv.ndim == 2 and kv.shape[1] == ROW_BYTES and kv.stride(1) == 1, "mxfp4 cache", "rows of 288 bytes", kv)
-        good = sc.ndim == 2 and len(sc) >= len(kv) and sc.shape[1] >= ROW_SCALES
-        _expect(good, "mxfp4 scale", f"bytes [>= {len(kv)}, >= {ROW_SCALES}]", sc)
+        fits = sc.ndim == 2 and len(sc) >= len(kv) and sc.shape[1] >= ROW_SCALES
+        _expect(fits, "mxfp4 scale", f"bytes [>= {len(kv)}, >= {ROW_SCALES}]", sc)
         for name, tensor in (("mxfp4 cache", kv), ("mxfp4 scale", sc), ("kv_indptr", ki)):
             _expect(tensor.device == q.device, name, f"a tensor on q's device {q.device}", tensor)
         _expect(0 < self.sm_scale < math.inf, "sm_scale", "finite and positive", self.sm_scale)
@@ -600,9 +599,9 @@ def _device_facts(device: torch.device) -> tuple[str, int]:
             active = triton.runtime.driver.active
             if not INTERPRETED and active.get_active_torch_device().type == "cpu":
                 return active.get_current_target().arch, 256
+            return "cpu", 8
         except RuntimeError:  # no driver at all
-            pass
-        return "cpu", 8
+            return "cpu", 8
     facts = torch.cuda.get_device_properties(device)
     arch = facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{facts.major}{facts.minor}"
     return arch, facts.multi_processor_count
@@ -632,9 +631,9 @@ def run_decode(inputs: Inputs, plan: Plan, out: Tensor, lse: Tensor | None = Non
             NUM_SPLITS=splits, NUM_DIES=8 if total_q % 8 == 0 else 1, WAVES=plan.num_warps, num_warps=plan.num_warps,
             waves_per_eu=2)  # fmt: skip
     else:
-        _attend_kernel[(total_q * heads // plan.head_group, splits)](
+        _attend_kernel[(total_q * triton.cdiv(heads, 16), splits)](
             q, kv, scale, indptr, *attended, kv.stride(0), *scale.stride(), splits, inputs.q_len, qk_scale,
-            HEADS=heads, HEAD_GROUP=plan.head_group, BLOCK_N=plan.block_n, CHUNK=plan.chunk,
+            HEADS=heads, BLOCK_N=plan.block_n, CHUNK=plan.chunk,
             DTYPE=tl.float32 if INTERPRETED else tl.bfloat16, num_warps=plan.num_warps, num_stages=1)  # fmt: skip
     if splits > 1:
         _merge_kernel[(total_q * heads, 4)](
@@ -714,18 +713,19 @@ class AiterBackend:
             limit = torch.finfo(kv.dtype).max
             factor = q.abs().amax().clamp(min=1e-12) / limit
             q, q_scale = (q / factor).clamp(-limit, limit).to(kv.dtype), factor.to(torch.float32).reshape(1)
+        modes, splits = {"fast_mode": False, "intra_batch_mode": True}, plan.num_splits
         info = self.api.get_mla_metadata_info_v1(
-            len(last_page_len), 1, q.shape[1], q.dtype, kv.dtype, is_sparse=False, fast_mode=False,
-            num_kv_splits=plan.num_splits, intra_batch_mode=True)  # fmt: skip
+            len(last_page_len), 1, q.shape[1], q.dtype, kv.dtype, is_sparse=False, num_kv_splits=splits, **modes
+        )
         meta, work_indptr, work_info, *reduce = (torch.empty(s, dtype=t, device=q.device) for s, t in info)
         self.api.get_mla_metadata_v1(
             qo_indptr, kv_indptr, last_page_len, q.shape[1], 1, True, meta, work_info, work_indptr, *reduce,
-            page_size=1, kv_granularity=16, max_seqlen_qo=1, uni_seqlen_qo=1, fast_mode=False,
-            max_split_per_batch=plan.num_splits, intra_batch_mode=True, dtype_q=q.dtype, dtype_kv=kv.dtype)  # fmt: skip
+            page_size=1, kv_granularity=16, max_seqlen_qo=1, uni_seqlen_qo=1, max_split_per_batch=splits,
+            dtype_q=q.dtype, dtype_kv=kv.dtype, **modes)  # fmt: skip
         pages = torch.arange(kv.shape[0], dtype=torch.int32, device=q.device)
         self.api.mla.mla_decode_fwd(
             q, kv.view(-1, 1, 1, QK_DIM), out, qo_indptr, kv_indptr, pages, last_page_len, 1, page_size=1, nhead_kv=1,
-            sm_scale=inputs.sm_scale, logit_cap=0.0, num_kv_splits=plan.num_splits, q_scale=q_scale,
+            sm_scale=inputs.sm_scale, logit_cap=0.0, num_kv_splits=splits, q_scale=q_scale,
             kv_scale=inputs.kv_fp8_scale.reshape(1).float(), intra_batch_mode=True, work_meta_data=meta,
             work_indptr=work_indptr, work_info_set=work_info, reduce_indptr=reduce[0], reduce_final_map=reduce[1],
             reduce_partial_map=reduce[2])  # fmt: skip
@@ -736,7 +736,6 @@ class TorchBackend:
     """float32 attention over the dequantised MXFP4 cache, one sequence at a time: slow, and right on any machine."""
 
     name = "torch"
-
     supports = staticmethod(lambda problem: None)
     plans = staticmethod(lambda problem: ["float32"])
 
@@ -744,34 +743,20 @@ class TorchBackend:
         return torch_attention(inputs)[0].to(torch.bfloat16)
 
 
-def dequantise_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
-    """uint8 codes [n, 288] and E8M0 scales [n, >= 18] -> float32 [n, 576]."""
-    magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
-    nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).reshape(-1, ROW_SCALES, 32)
-    byte = scales[:, :ROW_SCALES].to(torch.int32)
-    scale = ((byte << 23) | (((byte + 1) & 0xFE == 0).int() << 22)).view(torch.float32)  # 2^-127, NaN: a mantissa bit
-    return (torch.cat((magnitudes, -magnitudes))[nibbles.long()] * scale[:, :, None]).reshape(-1, QK_DIM)
-
-
 def torch_attention(inputs: Inputs, sequences: Any = None, cache: str = "mxfp4") -> tuple[Tensor, Tensor]:
     """float32 out [rows, heads, 512] and natural-log lse [rows, heads] of all or some sequences over one cache."""
-    bounds, q_len, outs, lses = inputs.kv_indptr.tolist(), inputs.q_len, [], []
+    bounds, q_len, results = inputs.kv_indptr.tolist(), inputs.q_len, []
     for i, j in itertools.product(range(len(bounds) - 1) if sequences is None else sequences, range(q_len)):
         q, end = inputs.q[i * q_len + j].float() * inputs.sm_scale, bounds[i + 1] - (q_len - 1 - j)
         out, lse = q.new_zeros(len(q), LATENT_DIM), q.new_full((len(q),), -math.inf)
         for start in range(bounds[i], end, 1 << 16):
-            rows = slice(start, min(end, start + (1 << 16)))
-            if cache == "mxfp4":
-                keys = dequantise_mxfp4(inputs.kv_fp4[rows], inputs.kv_scale[rows])
-            else:
-                keys = inputs.kv_fp8[rows].reshape(-1, QK_DIM).float() * inputs.kv_fp8_scale  # type: ignore[index,operator]
+            keys = inputs.keys(slice(start, min(end, start + (1 << 16))), cache)
             scores = q @ keys.T
             total = torch.logaddexp(lse, torch.logsumexp(scores, dim=-1))
             out = out * (lse - total).exp()[:, None] + (scores - total[:, None]).exp() @ keys[:, :LATENT_DIM]
             lse = total
-        outs.append(out)
-        lses.append(lse)
-    return torch.stack(outs), torch.stack(lses)
+        results.append((out, lse))
+    return tuple(map(torch.stack, zip(*results, strict=True)))  # type: ignore[return-value]
 
 
 def _extra_backends() -> tuple[Any, ...]:
@@ -797,13 +782,12 @@ def overrides() -> dict[str, Any]:
     values = {name: os.environ.get(name, allowed[0]) for name, allowed in choices.items()}
     for name, value in values.items():
         _expect(value in choices[name], name, f"one of {', '.join(choices[name])}", repr(value))
-    plan, known = {}, [f.name for f in fields(Plan)]
+    plan, known = dict[str, Any](), [f.name for f in fields(Plan)]
     for item in filter(None, os.environ.get("MLA_PLAN", "").split(",")):  # such as "block_n=64,num_splits=8"
-        key, _, number = item.strip().partition("=")
-        good = key in known and number.isdecimal()
-        _expect(good, "MLA_PLAN", f"field=number among {', '.join(known)}", repr(item))
-        plan[key] = int(number)
-    Plan(**plan)  # type: ignore[arg-type]
+        key, _, value = item.strip().partition("=")
+        _expect(key in known, "MLA_PLAN", f"field=value among {', '.join(known)}", repr(item))
+        plan[key] = int(value) if value.isdecimal() else value
+    Plan(**plan)  # refuses bad values
     return {**values, "MLA_PLAN": plan}
 
 
@@ -959,11 +943,7 @@ def mla_decode(
     """MLA decode over an MXFP4 cache (OCP MX v1.0: e2m1 codes, one E8M0 scale per 32 values).
 
     Args:
-        q: bf16 [total_q, heads, 576], q_len = total_q / batch query tokens per sequence, causal among themselves.
-        kv_fp4: one-byte [total_kv, 288] or [total_kv, 1, 288], two codes a byte, even dim in the low nibble.
-        kv_scale: one-byte [>= total_kv, >= 18], any strides; byte b scales by 2^(b - 127), 255 is NaN.
-        kv_indptr: int32 or int64 [batch + 1]; sequence i owns tokens kv_indptr[i] .. kv_indptr[i + 1] - 1.
-        sm_scale: factor on the scores.
+        q, kv_fp4, kv_scale, kv_indptr, sm_scale: as in Inputs; any one-byte dtype, the cache also [total_kv, 1, 288].
         plan: how to cut the work; choose_plan's by default.
 
     Returns:

@@ -38,12 +38,8 @@ def test_decode_length_and_splits(interpreter: ProcessPoolExecutor, length: int,
     ],
     ids=str,
 )
-@pytest.mark.parametrize("plan", [{}, {"num_splits": 4, "block_n": 32}, {"num_splits": 3, "head_group": 4}], ids=str)
+@pytest.mark.parametrize("plan", [{}, {"num_splits": 4, "block_n": 32}, {"num_splits": 3, "chunk": 256}], ids=str)
 def test_decode_ragged(interpreter: ProcessPoolExecutor, case: Case, plan: dict[str, int]) -> None:
-    if plan.get("head_group", 16) > case.heads:
-        plan = {**plan, "head_group": 8}
-    if case.heads == 8 and "head_group" not in plan:
-        plan = {**plan, "head_group": 8}
     rel, intact = interpreter.submit(interpreted.decode_into_canaries, case, plan).result()
     assert intact, "wrote outside its outputs"
     assert rel <= REL_L2
