@@ -41,7 +41,11 @@ try:
     from triton.experimental.gluon.language.amd.cdna4 import async_copy
 except ImportError:
     gluon = gl = None
-GLUON = hasattr(getattr(gl, "shared_memory_descriptor", None), "_reinterpret")  # else the plain body remains
+_MEMORY: Any = getattr(gl, "shared_memory_descriptor", None)
+_view = getattr(_MEMORY, "reinterpret", None) or getattr(_MEMORY, "_reinterpret", None)  # renamed in Triton 3.9,
+# which would also keep sums in accumulation registers: more moves, and hazards that it does not see at inline assembly.
+GLUON_OPTIONS = {"llvm_fn_attrs": "amdgpu-agpr-alloc=0"} if hasattr(_MEMORY, "reinterpret") else {}
+GLUON = _view is not None  # else the plain bodies remain
 gluon_jit, constexpr_function = (gluon.jit, gluon.constexpr_function) if GLUON else (lambda f: f, lambda f: f)
 
 LATENT_DIM, QK_DIM = 512, 576  # dims 0..511: K and V; dims 512..575, the RoPE part: K only
@@ -316,7 +320,6 @@ def _copy_tile(tile, kv_ptr, row, WAVES: gl.constexpr):
     token = _token(gl.arange(0, BN, layout=gl.SliceLayout(1, LAYOUT)), WAVES)
     word = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     word = word // 4 % 4 * 16 + word // 16 * 4 + word % 4
-    tile = tile._reinterpret(gl.int32, [BN, 64], _rows([BN, 64], 256, 4))
     async_copy.buffer_load_to_shared(tile, kv_ptr + row.to(gl.int64) * 72, token[:, None] * 72 + word[None, :])
     async_copy.commit_group()
 
@@ -366,7 +369,7 @@ def _accumulate(acc, words, scale, p):
 @gluon_jit
 def _attend_gfx950_kernel(
     q_ptr, kv_ptr, scale_ptr, kv_indptr_ptr, out_ptr, lse_ptr,  # as in _attend_kernel
-    qk_scale, num_rows,  # kv_ptr: int32 [num_rows, 72], 16-byte aligned, num_rows >= 32 * WAVES
+    qk_scale,  # kv_ptr: int32 [>= 32 * WAVES, 72], 16-byte aligned
     SCALE_STRIDE: gl.constexpr, NUM_SPLITS: gl.constexpr, WAVES: gl.constexpr,
     NUM_DIES: gl.constexpr,  # workgroups go round-robin over so many dies; it divides the batch
 ):  # fmt: skip
@@ -400,14 +403,9 @@ def _attend_gfx950_kernel(
     begin = gl.minimum(begin + split * chunk, end)
     end = gl.minimum(begin + chunk, end)
 
-    # Two tiles, two terms of latent Q at a place hidden from the compiler, so that its loads' offsets stay under 64 KiB
-    lds = gl.allocate_shared_memory(gl.int32, [2 * WAVES + 2, 32, 64], _rows([32, 64], 256, 4))
-    q_unit = gl.where(num_rows >= 0, 2 * WAVES, 0)
-    q_lds = lds.index(q_unit)._reinterpret(gl.float8e4nv, [2, H, 512], _q_rows(512))
-    qr_lds = lds.index(0)._reinterpret(gl.float8e4nv, [H, 128], _q_rows(128))
-    P_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
-    p_lds = gl.allocate_shared_memory(gl.bfloat16, [PAIRS, 2, H, 4, 8], P_ROWS)
-    vs_lds = gl.allocate_shared_memory(gl.uint8, VS_BYTES, gl.SwizzledSharedLayout(1, 1, 1, [6, 5, 4, 3, 2, 1, 0]))
+    lds = gl.allocate_shared_memory(gl.int32, [2, BN, 64], _rows([BN, 64], 256, 4))  # two tiles
+    q_lds = gl.allocate_shared_memory(gl.float8e4nv, [2, H, 512], _q_rows(512))  # two terms of latent Q
+    qr_lds = gl.allocate_shared_memory(gl.float8e4nv, [H, 128], _q_rows(128))
 
     q_ptr += seq.to(gl.int64) * (H * 576)
     kv8_ptr = kv_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
@@ -425,6 +423,9 @@ def _attend_gfx950_kernel(
     q_scale = gl.convert_layout(q_scale, cdna4.get_mfma_scale_layout(Q_LAYOUT, [H, 16]))
     r_scale = gl.convert_layout(r_scale, cdna4.get_mfma_scale_layout(Q_LAYOUT, [H, 4]))
 
+    P_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
+    p_lds = gl.allocate_shared_memory(gl.bfloat16, [PAIRS, 2, H, 4, 8], P_ROWS)
+    vs_lds = gl.allocate_shared_memory(gl.uint8, VS_BYTES, gl.SwizzledSharedLayout(1, 1, 1, [6, 5, 4, 3, 2, 1, 0]))
     zero = gl.zeros([WAVES, 32, H], gl.float32, O_LAYOUT)
     start = (gl.zeros([WAVES, 16, H], gl.float32, O_LAYOUT), zero, zero, zero, zero, zero, zero, zero, zero)
     acc = start
@@ -444,9 +445,9 @@ def _attend_gfx950_kernel(
             row = next_row
             next_row = gl.maximum(gl.minimum(t + BN, end - BN), 0)
             tile = lds.index(slot)
-            slot = WAVES - slot
+            slot = 1 - slot
             async_copy.wait_group(0)
-            k = async_copy.load_shared_relaxed(tile._reinterpret(gl.uint8, K_SHAPE, _rows(K_SHAPE, 1024, 16)), K_FIELDS)
+            k = async_copy.load_shared_relaxed(_view(tile, gl.uint8, K_SHAPE, _rows(K_SHAPE, 1024, 16)), K_FIELDS)
             k = _same(k.permute([0, 2, 3, 1, 4, 5, 6]).reshape([BN, 256]), K_LAYOUT)
             kr = _same(kr.reshape([BN, 64]), K_LAYOUT)
             k_scale = ks.permute([0, 1, 2, 3, 4, 6, 5]).reshape([BN, 16])
@@ -482,9 +483,9 @@ def _attend_gfx950_kernel(
             # The empty instruction keeps the loads of the next tile ahead of what follows.
             p = gl.inline_asm_elementwise("", "=v,0", [p], dtype=gl.bfloat16, is_pure=False, pack=2)
             p = gl.expand_dims(p, 1).broadcast_to(P_SHAPE).permute([0, 1, 2, 4, 5, 3]).reshape([WAVES, 64, H])
-            v = async_copy.load_shared_relaxed(tile._reinterpret(gl.int32, V_SHAPE, _rows(V_SHAPE, 256, 4)), V_FIELDS)
+            v = async_copy.load_shared_relaxed(_view(tile, gl.int32, V_SHAPE, _rows(V_SHAPE, 256, 4)), V_FIELDS)
             v = v.permute([0, 5, 3, 1, 4, 2, 6, 7, 8]).reshape([WAVES, 64, 16, 2])
-            f = vs_lds._reinterpret(gl.int32, VS_WORDS, gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
+            f = _view(vs_lds, gl.int32, VS_WORDS, gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
             f = async_copy.load_shared_relaxed(f, gl.SliceLayout(3, VS_FIELDS))
             # The scales of tokens r = 0 to 3 are the bytes of a word: shifted to the exponent bits
             f = gl.expand_dims(f, 3).broadcast_to(VS_SHAPE)
@@ -627,9 +628,9 @@ def run_decode(inputs: Inputs, plan: Plan, out: Tensor, lse: Tensor | None = Non
         if (lacking := 32 * plan.num_warps - len(kv)) > 0:
             kv, scale = (torch.nn.functional.pad(x[: len(kv)], (0, 0, 0, lacking)) for x in (kv, scale))
         _attend_gfx950_kernel[(total_q * splits,)](
-            q, kv.view(torch.int32), scale, indptr, *attended, qk_scale, len(kv), SCALE_STRIDE=scale.stride(0),
+            q, kv.view(torch.int32), scale, indptr, *attended, qk_scale, SCALE_STRIDE=scale.stride(0),
             NUM_SPLITS=splits, NUM_DIES=8 if total_q % 8 == 0 else 1, WAVES=plan.num_warps, num_warps=plan.num_warps,
-            waves_per_eu=2)  # fmt: skip
+            waves_per_eu=2, **GLUON_OPTIONS)  # fmt: skip
     else:
         _attend_kernel[(total_q * triton.cdiv(heads, 16), splits)](
             q, kv, scale, indptr, *attended, kv.stride(0), *scale.stride(), splits, inputs.q_len, qk_scale,
