@@ -96,9 +96,14 @@ class Problem:
     arch: str  # "gfx950", "gfx942", "sm_90", ..., "cpu"
     num_cus: int  # compute units
     device: torch.device
-    kv_row_bytes: int = ROW_BYTES  # stride of the codes
+    kv_row_bytes: int = ROW_BYTES  # stride of the codes; 0 if they do not begin at a multiple of 16 bytes
     scale_strides: tuple[int, ...] = (ROW_SCALES, 1)
     has_fp8: bool = True
+
+    def takes(self, plan: Plan) -> bool:
+        """Whether a plan's kernels can read what lies here."""
+        form = (self.arch, self.heads, self.total_q, self.kv_row_bytes, self.scale_strides[1])
+        return plan.body == "portable" or (GLUON and form == ("gfx950", 16, self.batch, ROW_BYTES, 1))
 
 
 # gfx950, ranked (batch, kv): waves, splits; `eval.py inspect` predicts the us (docs/gfx950.md), no card has timed them.
@@ -109,8 +114,7 @@ RANKED_GFX950 = {
 
 def choose_plan(problem: Problem) -> Plan:
     """A ranked plan, or one that gives every compute unit work and no split under two tiles; pure."""
-    form = (problem.heads, problem.total_q, problem.kv_row_bytes, problem.scale_strides[1])
-    if GLUON and problem.arch == "gfx950" and form == (16, problem.batch, ROW_BYTES, 1):
+    if problem.takes(Plan("gfx950")):
         waves, splits = RANKED_GFX950.get((problem.batch, problem.kv_len_max), (8, 0))
         plan = Plan("gfx950", num_warps=waves, block_n=32 * waves, num_splits=max(1, splits))
         if splits:
@@ -191,7 +195,7 @@ def _attend_kernel(
         acc += (tl.zeros([CHUNK, 16], tl.float32),)  # type: ignore[assignment]
     q_rope = tl.load(q_base + 512 + tl.arange(0, 64)[:, None], mask=is_head[None, :], other=0.0).to(DTYPE)  # [64, 16]
 
-    m = tl.full([16], -3e38, tl.float32)  # finite, so that nothing becomes inf - inf
+    m = tl.full([16], -float("inf"), tl.float32)
     l = tl.zeros([16], tl.float32)
     for start in range(begin, end, BLOCK_N):
         token = first + start + tl.arange(0, BLOCK_N)[:, None]  # int64
@@ -206,13 +210,13 @@ def _attend_kernel(
             s = tl.dot(latent[c], q_latent[c], s)
         s = tl.where(valid, s * qk_scale, -float("inf"))  # [BLOCK_N, 16]
         m_next = tl.maximum(m, tl.max(s, 0))
-        p = tl.exp2(s - m_next[None, :])
-        alpha = tl.exp2(m - m_next)
-        l = l * alpha + tl.sum(p, 0)
+        p = tl.exp2(s - m_next[None, :])  # NaN if every score so far is -inf, as softmax has it
+        kept = l * tl.exp2(m - m_next)
+        l = kept + tl.sum(p, 0)
         m = m_next
-        acc_next = ()
+        p, kept, acc_next = p / l[None, :], kept / l, ()  # acc is a mean of V at all times: no sum can overflow
         for c in tl.static_range(512 // CHUNK):
-            acc_next += (tl.dot(tl.trans(latent[c]), p.to(DTYPE), acc[c] * alpha[None, :]),)  # type: ignore[assignment]
+            acc_next += (tl.dot(tl.trans(latent[c]), p.to(DTYPE), acc[c] * kept[None, :]),)  # type: ignore[assignment]
         acc = acc_next
     slot = (row.to(tl.int64) * num_splits + split) * HEADS + head
     if lse_ptr is not None:
@@ -220,8 +224,7 @@ def _attend_kernel(
     # An empty split stores its lse alone: at weight 0 the merge does not read the rest.
     mask = is_head[None, :] & ((begin < end) | (num_splits == 1))
     for c in tl.static_range(512 // CHUNK):
-        out = acc[c] / tl.where(l == 0.0, 1.0, l)[None, :]
-        tl.store(out_ptr + slot[None, :] * 512 + c * CHUNK + dim, out.to(out_ptr.dtype.element_ty), mask=mask)
+        tl.store(out_ptr + slot[None, :] * 512 + c * CHUNK + dim, acc[c].to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -242,7 +245,7 @@ def _merge_kernel(
     total = tl.sum(weight, 0)
     # [SPLITS, BLOCK_D], all of it in flight at once
     partial = tl.load(partial_out_ptr + slot[:, None] * 512 + dim, mask=(weight != 0.0)[:, None], other=0.0)
-    out = tl.sum(partial * weight[:, None], 0) / tl.where(total == 0.0, 1.0, total)
+    out = tl.sum(partial * (weight / tl.where(total == 0.0, 1.0, total))[:, None], 0)
     tl.store(out_ptr + out_slot * 512 + dim, out.to(out_ptr.dtype.element_ty))
     if lse_ptr is not None and tl.program_id(1) == 0:
         tl.store(lse_ptr + out_slot, peak + tl.log(total))
@@ -578,15 +581,17 @@ class Inputs:
             _expect(config.get(key, got) == got, f"config[{key!r}]", f"{got}, as the tensors say", config.get(key))
         if qo is not None:
             _expect(qo.tolist() == list(range(0, len(q) + 1, self.q_len)), "qo_indptr", f"steps of {self.q_len}", qo)
-        lengths, facts = self.lengths(), _device_facts(q.device)
+        lengths, facts, pitch = self.lengths(), _device_facts(q.device), 0 if kv.storage_offset() % 16 else kv.stride(0)
         return Problem(batch, len(q), q.shape[1], len(kv), max(lengths), min(lengths), *facts, q.device,
-                       kv.stride(0), sc.stride(), self.kv_fp8 is not None)  # fmt: skip
+                       pitch, sc.stride(), self.kv_fp8 is not None)  # fmt: skip
 
 
 def _unpack(data: input_t) -> Inputs:
     """The contest's tuple (q, kv_data, qo_indptr, kv_indptr, config) -> Inputs."""
     q, kv_data, qo_indptr, kv_indptr, config = data
     _expect("mxfp4" in kv_data, "kv_data", "the keys bf16, fp8 and mxfp4", list(kv_data))
+    for t in kv_data["mxfp4"]:
+        _expect(t.element_size() == 1, "mxfp4 cache and scale", "one-byte dtypes", t)
     # Triton knows no float4_e2m1fn_x2 or float8_e8m0fnu.
     codes, scales = ((t.squeeze(1) if t.ndim == 3 else t).view(torch.uint8) for t in kv_data["mxfp4"])
     sm_scale, fp8 = float(config.get("sm_scale", QK_DIM**-0.5)), kv_data.get("fp8", (None, None))
@@ -934,7 +939,7 @@ def _shape_key(data: input_t) -> tuple:
     """All that checks and pick depend on and that a call tells without looking at values."""
     q, kv_data, qo_indptr, kv_indptr, config = data
     tensors = (q, *kv_data["mxfp4"], *kv_data.get("fp8", ()), kv_indptr, qo_indptr)
-    settings = (config.get(key) for key in ("batch_size", "num_heads", "q_seq_len"))
+    settings = (kv_data["mxfp4"][0].storage_offset() % 16, *map(config.get, ("batch_size", "num_heads", "q_seq_len")))
     return (*((t.dtype, t.shape, t.stride(), t.device) for t in tensors if t is not None), *settings)
 
 
@@ -958,10 +963,10 @@ def mla_decode(
     if TritonBackend().supports(problem) is not None:
         result, lse = torch_attention(inputs)
         return result.to(torch.bfloat16), lse
-    out = q.new_empty((*q.shape[:2], LATENT_DIM))
+    plan, out = plan or choose_plan(problem), q.new_empty((*q.shape[:2], LATENT_DIM))
+    _expect(problem.takes(plan), "plan", f"one for {problem}", plan)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    run_decode(inputs, plan or choose_plan(problem), out, lse)
-    return out, lse
+    return run_decode(inputs, plan, out, lse), lse
 
 
 def custom_kernel(data: input_t) -> output_t:

@@ -235,7 +235,7 @@ class HopperBackend:
         if problem.total_q != problem.batch:
             return f"one query token per sequence only, not {problem.total_q} for {problem.batch} sequences"
         if getattr(problem, "kv_row_bytes", TOKEN_BYTES) != TOKEN_BYTES:
-            return f"rows of the cache must be {TOKEN_BYTES} bytes apart, not {problem.kv_row_bytes}"
+            return f"rows of the cache must be aligned and {TOKEN_BYTES} bytes apart, not {problem.kv_row_bytes}"
         try:
             nvrtc.load_nvrtc()
         except OSError as error:
