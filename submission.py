@@ -25,6 +25,7 @@ import time
 import warnings
 from collections import namedtuple
 from dataclasses import dataclass, fields, replace
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
@@ -669,6 +670,12 @@ class TritonBackend:
 
 
 AiterPlan = namedtuple("AiterPlan", ("q_dtype", "num_splits"))  # "fp8" | "bf16"; 1..32
+AITER_ORDER = {  # of arguments from 0.1.10.post2 to 0.1.20, of those that others lack or order otherwise
+    "get_mla_metadata_info_v1": "q_dtype kv_dtype is_sparse fast_mode num_kv_splits intra_batch_mode",
+    "get_mla_metadata_v1": "seqlens_qo_indptr seqlens_kv_indptr kv_last_page_lens is_causal work_metadata_ptrs "
+    "work_info_set work_indptr reduce_indptr reduce_final_map reduce_partial_map page_size dtype_q dtype_kv",
+    "mla_decode_fwd": "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q page_size nhead_kv "
+    "work_meta_data reduce_partial_map q_scale kv_scale intra_batch_mode"}  # fmt: skip
 
 
 class AiterBackend:
@@ -680,19 +687,20 @@ class AiterBackend:
 
     @functools.cached_property
     def api(self) -> Any:
-        """The aiter module with a known interface, or the reason (a string) why there is none."""
+        """The aiter module with a known interface, or the reason (a string) why there is none, told once."""
         try:
             import aiter
             import aiter.mla
-        except (ImportError, LookupError, RuntimeError, OSError) as error:  # KeyError: an architecture it does not know
-            return f"aiter cannot be imported: {type(error).__name__}: {error}"
-        for name, needed in (  # 0.1.10.post2 and newer have all of it
-            ("get_mla_metadata_v1", {"kv_last_page_lens", "page_size", "max_split_per_batch", "dtype_q", "dtype_kv"}),
-            ("mla_decode_fwd", {"work_meta_data", "reduce_partial_map", "kv_scale", "intra_batch_mode"})):  # fmt: skip
-            function = getattr(aiter, name, None) or getattr(aiter.mla, name, None)
-            missing = needed - set(inspect.signature(function).parameters) if function else "itself"
-            if missing:
-                return f"aiter {getattr(aiter, '__version__', '(no version)')}: {name} lacks {missing}"
+
+            for name, needed in AITER_ORDER.items():
+                has = inspect.signature(getattr(aiter, name, None) or getattr(aiter.mla, name)).parameters
+                if [n for n in has if n in needed.split()] != needed.split():
+                    version = [d.version for n in ("amd-aiter", "aiter") for d in distributions(name=n)]
+                    raise ImportError(f"version {version}: {name} has {list(has)}, not in this order {needed}")
+        except CANDIDATE_ERRORS as error:
+            reason = f"aiter cannot be used: {type(error).__name__}: {error}"
+            warnings.warn(reason, RuntimeWarning, stacklevel=2)
+            return reason
         return aiter
 
     def supports(self, problem: Problem) -> str | None:
@@ -710,8 +718,8 @@ class AiterBackend:
 
     def run(self, plan: AiterPlan, inputs: Inputs) -> Tensor:
         assert inputs.kv_fp8 is not None and inputs.kv_fp8_scale is not None and inputs.qo_indptr is not None
-        shortest, first = min(inputs.lengths()), int(inputs.kv_indptr[0])
-        _expect(shortest >= self.min_kv_len and first == 0, "kv_indptr", "0, then steps >= 196", (first, shortest))
+        if min(inputs.lengths()) < self.min_kv_len or int(inputs.kv_indptr[0]) != 0:  # since the pick
+            return torch_attention(inputs)[0].to(torch.bfloat16)
         kv_indptr, qo_indptr = inputs.kv_indptr.to(torch.int32), inputs.qo_indptr.to(torch.int32).contiguous()
         q, q_scale, kv, last_page_len = inputs.q, None, inputs.kv_fp8.contiguous(), kv_indptr.diff()
         out = q.new_empty((*q.shape[:2], LATENT_DIM))
@@ -765,18 +773,22 @@ def torch_attention(inputs: Inputs, sequences: Any = None, cache: str = "mxfp4")
     return tuple(map(torch.stack, zip(*results, strict=True)))  # type: ignore[return-value]
 
 
+# What foreign code can raise: compiler, launch, out of memory, changed interface; at import anything, also SystemExit.
+CANDIDATE_ERRORS = (Exception, SystemExit)
+OWN_BACKENDS = (AiterBackend(), TorchBackend(), TritonBackend())  # as long as the process: aiter is imported once
+
+
+@functools.cache
 def _extra_backends() -> tuple[Any, ...]:
     """What a module `mla_backends` beside this file offers."""
     try:
         import mla_backends
-    except ImportError:
+
+        return tuple(mla_backends.backends())
+    except CANDIDATE_ERRORS as error:
+        if getattr(error, "name", None) != "mla_backends":
+            warnings.warn(f"mla_backends cannot be used: {type(error).__name__}: {error}", RuntimeWarning, stacklevel=2)
         return ()
-    return tuple(mla_backends.backends())
-
-
-# What a broken candidate can raise: the compiler, the launch, out of memory, an interface that changed.
-CANDIDATE_ERRORS = (triton.TritonError, RuntimeError, ValueError, TypeError, AttributeError, LookupError, ImportError,
-                    AssertionError, OSError, MemoryError, ArithmeticError)  # fmt: skip
 
 
 def overrides() -> dict[str, Any]:
@@ -810,9 +822,15 @@ class Candidate:
     def __str__(self) -> str:
         return f"{self.backend.name} {self.plan}"
 
-    def drop(self, reason: str | Exception) -> None:
-        self.dropped = reason if isinstance(reason, str) else f"{type(reason).__name__}: {str(reason)[:300]}"
-        warnings.warn(f"dropped {self}: {self.dropped}", RuntimeWarning, stacklevel=3)
+    def out(self) -> str | None:
+        """Why it is not to be run, if so: dropped for this shape or, by any, for the process."""
+        return self.dropped or (_dropped.get(str(self)) if _dropped else None)
+
+    def drop(self, why: str | BaseException) -> None:
+        """Put it out, for want of memory at this shape alone; the first thread that does warns."""
+        self.dropped = reason = why if isinstance(why, str) else f"{type(why).__name__}: {str(why)[:300]}"
+        if "out of memory" in reason or "MemoryError" in reason or _dropped.setdefault(str(self), reason) is reason:
+            warnings.warn(f"dropped {self}: {reason}", RuntimeWarning, stacklevel=3)
 
 
 def _relative_l2(got: Tensor, want: Tensor) -> Tensor:
@@ -821,8 +839,8 @@ def _relative_l2(got: Tensor, want: Tensor) -> Tensor:
     return torch.where(gap == 0, gap, gap / want.float().flatten(1).norm(dim=1))
 
 
-def _fault(c: Candidate, inputs: Inputs, truths: dict[str, Tensor], fallback: Tensor | None) -> str | Exception | None:
-    """Run a candidate twice; None if both outputs are right, else what is wrong. Sets its rel_l2."""
+def _probe(c: Candidate, inputs: Inputs, truths: dict[str, Tensor], fallback: Tensor | None) -> Any:
+    """Run a candidate twice; its output if both are right, else what is wrong. Sets its rel_l2."""
     cache = "fp8" if c.backend.name == "aiter" else "mxfp4"
     truth, limit = truths[cache], REL_L2_LIMIT[cache]
     format_gap = _relative_l2(truths["mxfp4"], truths.get("fp8", truth))  # what the data make the two caches differ by
@@ -844,13 +862,13 @@ def _fault(c: Candidate, inputs: Inputs, truths: dict[str, Tensor], fallback: Te
                     return f"row {int(far.nonzero()[0])} is off the fallback: relative L2 {float(gap[far].max()):.1e}"
     except CANDIDATE_ERRORS as error:
         return error
-    return None
+    return out
 
 
 def _time_cold_us(candidate: Candidate, inputs: Inputs, deadline: float) -> float:
-    """Trimmed mean over 5 to TIMED_RUNS runs in the contest's order: flush, start event, call, end event."""
+    """Trimmed mean over 5 to TIMED_RUNS runs in the contest's order: flush (2x the largest cache), start, call, end."""
     times, device = list[float](), inputs.q.device
-    flush = torch.empty(512 << 20, dtype=torch.int8, device=device)  # twice the largest last-level cache
+    flush = torch.empty(min(512 << 20, torch.cuda.mem_get_info(device)[0] // 2), dtype=torch.int8, device=device)
     while len(times) < 5 or (len(times) < TIMED_RUNS and time.perf_counter() < deadline):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize(device)
@@ -871,58 +889,65 @@ class Pick:
         started, forced, problem = time.perf_counter(), overrides(), inputs.describe(config)
         log.setLevel(forced["MLA_LOG"])
         # The fallbacks come first: the others are held against the first of them that is right.
-        backends = [AiterBackend(), TorchBackend(), *_extra_backends(), TritonBackend()]
+        backends = [*OWN_BACKENDS[:2], *_extra_backends(), *OWN_BACKENDS[2:]]
         backends = [b for b in backends if forced["MLA_BACKEND"] in ("auto", b.name)]
         refused = {b.name: reason for b in backends if (reason := b.supports(problem)) is not None}
         candidates = [Candidate(b, plan) for b in backends if b.name not in refused for plan in b.plans(problem)]
-        if not candidates:
-            raise RuntimeError(f"{forced} leave no backend for {problem}: {refused}; unset MLA_BACKEND")
-        self.problem, self.candidates, self.ranking = problem, candidates, list[Candidate]()
+        self.problem, self.candidates, self.ranking, self.refused = problem, candidates, list[Candidate](), refused
         truths = {c: torch_attention(inputs, cache=c)[0] for c in ("mxfp4", "fp8")[: 1 + problem.has_fp8]}
         fallback, fallback_out, deadline = None, None, started + PICK_BUDGET_S
         for c in candidates:
             if (fallback and c.backend.name == "torch") or (self.ranking and time.perf_counter() > deadline):
                 c.dropped = "not tried: no need of it, or no time left"
+            if c.out():
                 continue
-            if fault := _fault(c, inputs, truths, fallback_out):
-                c.drop(fault)
+            if not isinstance(outcome := _probe(c, inputs, truths, fallback_out), Tensor):
+                c.drop(outcome)
                 continue
             self.ranking.append(c)
             if fallback is None and c.backend.name in ("aiter", "torch"):
-                fallback, fallback_out = c, c.backend.run(c.plan, inputs)
+                fallback, fallback_out = c, outcome
         self.compile_s = time.perf_counter() - started  # first calls, which compile, and checks
-        if problem.device.type == "cuda":
-            for c in self.ranking:
+        timed = problem.device.type == "cuda"  # nothing can be on a CPU: the order of preference, the fallback last
+        for c in self.ranking if timed else ():
+            try:
                 c.time_us = _time_cold_us(c, inputs, deadline)
-            self.ranking.sort(key=lambda c: c.time_us * (1 - TIE if c is fallback else 1))
-        else:  # nothing can be timed on a CPU: the order of preference, the fallback last
-            self.ranking.sort(key=lambda c: c is fallback)
+            except CANDIDATE_ERRORS as error:
+                c.time_us = math.inf
+                c.drop(error)
+        self.ranking.sort(key=lambda c: c.time_us * (1 - TIE * (c is fallback)) if timed else c is fallback)
         self.pick_s = time.perf_counter() - started
         log.info("not for this problem: %s", refused)
         for c in candidates:
-            log.info("%s: relative L2 %.1e, %.1f us, %s", c, c.rel_l2, c.time_us, c.dropped or "right")
+            log.info("%s: relative L2 %.1e, %.1f us, %s", c, c.rel_l2, c.time_us, c.out() or "right")
 
     def run(self, inputs: Inputs) -> Tensor:
         """The fastest candidate that still stands; one that raises is dropped for good and the next answers."""
         for c in self.ranking:
-            if c.dropped is None:
+            if not c.out():
                 try:
                     return c.backend.run(c.plan, inputs)
                 except CANDIDATE_ERRORS as error:
                     c.drop(error)
-        raise RuntimeError("every backend failed: " + "; ".join(f"{c}: {c.dropped}" for c in self.candidates))
+        told = self.refused | {str(c): c.out() for c in self.candidates}
+        for c in self.ranking:
+            c.dropped = None  # if memory lacked, the next call may find some; what the process dropped stays out
+        raise RuntimeError(f"no backend answered: {told}; free memory, unset MLA_BACKEND, or start a new process")
 
     def report(self) -> dict[str, Any]:
         """Shape, winner, seconds and every candidate with its error, time and the reason if it was dropped."""
-        winner = next((c for c in self.ranking if c.dropped is None), self.candidates[0])
-        candidates = [{**vars(c), "backend": c.backend.name, "plan": str(c.plan)} for c in self.candidates]
-        return {"batch": self.problem.batch, "kv_len_max": self.problem.kv_len_max, "candidates": candidates,
-                "backend": winner.backend.name, "plan": str(winner.plan), "pick_s": self.pick_s,
-                "compile_s": self.compile_s}  # fmt: skip
+        told = [vars(c) | {"backend": c.backend.name, "plan": str(c.plan), "dropped": c.out()} for c in self.candidates]
+        winner = next((c for c in self.ranking if not c.out()), None)
+        return {"batch": self.problem.batch, "kv_len_max": self.problem.kv_len_max, "candidates": told,
+                "backend": winner and winner.backend.name, "plan": winner and str(winner.plan), "pick_s": self.pick_s,
+                "compile_s": self.compile_s, "refused": self.refused}  # fmt: skip
 
 
 _picks: dict[tuple, Any] = {}  # Pick, the latest used last
+_dropped: dict[str, str] = {}  # "backend plan" -> why, for the life of the process
 _picks_lock = threading.Lock()
+if hasattr(os, "register_at_fork"):  # a pick in another thread of the parent never ends in the child
+    os.register_at_fork(after_in_child=lambda: globals().update(_picks_lock=threading.Lock()))
 
 
 def last_pick() -> dict[str, Any] | None:
@@ -948,15 +973,9 @@ def mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """MLA decode over an MXFP4 cache (OCP MX v1.0: e2m1 codes, one E8M0 scale per 32 values).
 
-    Args:
-        q, kv_fp4, kv_scale, kv_indptr, sm_scale: as in Inputs; any one-byte dtype, the cache also [total_kv, 1, 288].
-        plan: how to cut the work; choose_plan's by default.
-
-    Returns:
-        out bf16 [total_q, heads, 512] and lse float32 [total_q, heads], natural log; 0 and -inf for an empty sequence.
-
-    Raises:
-        ValueError: a tensor or the plan does not fit; the message names it, what was expected and what came.
+    Args: as in Inputs; any one-byte dtypes, the cache also [total_kv, 1, 288]. plan: choose_plan's by default.
+    Returns: out bf16 [total_q, heads, 512], lse float32 [total_q, heads], natural log; 0, -inf for an empty sequence.
+    Raises: ValueError names the tensor or plan that does not fit, what was expected and what came.
     """
     inputs = _unpack((q, {"mxfp4": (kv_fp4, kv_scale)}, None, kv_indptr, {"sm_scale": sm_scale}))  # type: ignore[arg-type]
     problem = inputs.describe({})
@@ -966,21 +985,16 @@ def mla_decode(
     plan, out = plan or choose_plan(problem), q.new_empty((*q.shape[:2], LATENT_DIM))
     _expect(problem.takes(plan), "plan", f"one for {problem}", plan)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    return run_decode(inputs, plan, out, lse), lse
+    with torch.cuda.device_of(q):
+        return run_decode(inputs, plan, out, lse), lse
 
 
 def custom_kernel(data: input_t) -> output_t:
-    """The contest's entry point: MLA decode of every query token over its whole sequence.
-
-    Args:
-        data: (q, kv_data, qo_indptr, kv_indptr, config), see task.py.
-
-    Returns:
-        bf16 [total_q, heads, 512], a fresh tensor.
-    """
+    """The contest's entry point: (q, kv_data, qo_indptr, kv_indptr, config) -> bf16 [total_q, heads, 512], fresh."""
     inputs, key = _unpack(data), _shape_key(data)
-    with _picks_lock:
-        pick = _picks[key] = _picks.pop(key, None) or Pick(inputs, data[4])
-        while len(_picks) > MAX_PICKS:
-            _picks.pop(next(iter(_picks)))
-    return pick.run(inputs)
+    with torch.cuda.device_of(inputs.q):  # Triton launches on the current device
+        with _picks_lock:
+            pick = _picks[key] = _picks.pop(key, None) or Pick(inputs, data[4])
+            while len(_picks) > MAX_PICKS:
+                _picks.pop(next(iter(_picks)))
+        return pick.run(inputs)
