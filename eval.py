@@ -37,7 +37,7 @@ from evalkit.cases import SpecError, manifest_cases, parse_cases, reduced_case  
 from evalkit.judge import STRICT_REL_L2  # noqa: E402
 from evalkit.protocol import EXIT_CHECK, EXIT_DEVICE, EXIT_PIPE, EXIT_SPEC, EXIT_USAGE, ResultPipe, log_results  # noqa: E402
 from evalkit.running import FIRST_CALL_LIMIT_S, CaseResult, Reporter, Run, exit_code  # noqa: E402
-from evalkit.supervisor import Nursery  # noqa: E402
+from evalkit.supervisor import Nursery, hide_from_workers  # noqa: E402
 
 MODES = ("test", "benchmark", "leaderboard", "profile")
 EXTRA_MODES = ("audit", "inspect")
@@ -110,7 +110,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--compare", type=Path, metavar="OLD.json", help="compare the times with an earlier --json file"
     )
     parser.add_argument("--arch", choices=("gfx950", "sm_90"), default="gfx950", help="of inspect (default: gfx950)")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the times (.png, .svg or .html)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw times or, of inspect, cycles (.png, .svg, .html)"
+    )
     parser.add_argument(
         "--explain", action="store_true", help="show what the submission's picker tried, and what it printed"
     )
@@ -143,6 +145,29 @@ def emulator_missing() -> str | None:
     return None
 
 
+def output_problem(options: argparse.Namespace) -> str | None:
+    """Why what is asked for beside the verdict cannot be given, said before the work and not after it; or None."""
+    for name, path in (("--json", options.json), ("--plot", options.plot)):
+        if path is not None and (path.is_dir() or not os.access(path.resolve().parent, os.W_OK)):
+            return f"{name}: {path}: expected a file in a folder that exists and can be written to"
+    timed = ("benchmark", "leaderboard")
+    if options.compare is not None and options.mode not in timed:
+        return f"--compare: goes with {' and '.join(timed)}, which have times; this is {options.mode}"
+    if options.plot is None:
+        return None
+    if options.mode not in (*timed, "inspect"):
+        return f"--plot: goes with {', '.join(timed)} and inspect, which have something to draw; this is {options.mode}"
+    from evalkit import plot
+
+    try:
+        plot.check_name(options.plot)
+    except ValueError as error:
+        return f"--{error}"
+    if importlib.util.find_spec("matplotlib") is None:
+        return "--plot needs matplotlib: pip install matplotlib"
+    return None
+
+
 def torch_threads(count: int) -> None:
     import torch
 
@@ -169,6 +194,7 @@ def main(argv: list[str] | None = None, nursery: Nursery | None = None) -> int:
     options = build_parser().parse_args(argv)
     if argv is None:
         hide_command_line()
+        hide_from_workers()
         signal.signal(signal.SIGTERM, _interrupted)
     pipe: ResultPipe | None = None
     code = EXIT_CHECK
@@ -208,6 +234,9 @@ def _run_mode(
             raise SpecError(f"POPCORN_SEED: expected an integer, got {seed_text!r}") from None
     if not options.submission.is_file():
         return fail(EXIT_USAGE, f"--submission: no file {options.submission}; give the path of a submission")
+    problem = output_problem(options)
+    if problem is not None:
+        return fail(EXIT_USAGE, problem)
     submission = options.submission.resolve()
     device = choose_device(options.device)
     if device is None:

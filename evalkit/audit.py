@@ -28,7 +28,7 @@ from evalkit.protocol import EXIT_CHECK, EXIT_PASS, EXIT_USAGE, ResultPipe, esca
 from evalkit.report import environment, write_json
 from evalkit.running import Run, inspection_error
 from evalkit.supervisor import REQUEST_LIMIT_S, Nursery, WorkerFailure, memory_files
-from evalkit.timing import time_error, timed_answer
+from evalkit.timing import clock_error, late_error, time_error, timed_answer
 from evalkit.transport import call, give_input, output_error, read_output
 
 # Shapes on a CPU, where an interpreted kernel takes about a second a call: odd, and shorter than a tile and longer.
@@ -42,6 +42,16 @@ REPEAT_REL_L2 = 1e-2
 UNTOUCHED_REL_L2 = 0.05
 PAUSE_S = 0.3
 TIMED_RUNS = 12
+# More calls on one input than a ranked run makes (8 shapes x 100), as far as this many seconds allow.
+MANY_CALLS, MANY_CALLS_S = 1000, {"cuda": 20.0, "cpu": 4.0}
+# Calls between an output and its second reading.
+LATER_CALLS, LATER_CALLS_S = 40, 2.0
+# Rows of calls by the evaluator's own clock; the quickest row counts, since other processes may be in the way.
+ROWS, ROW_CALLS = 5, 40
+# Other shapes are tried as long as the next one is expected to end within this many seconds.
+OTHER_SHAPES_S = {"cuda": 60.0, "cpu": 30.0}
+# On a CPU these come before the ranked ones: many tokens in few sequences, and many sequences.
+LONG_AND_WIDE = ((1, 1024), (32, 33), (256, 5), (1, 8192))
 
 
 class Refused(Exception):
@@ -74,6 +84,7 @@ class Audit:
     pick: dict[str, Any] | None = None
     load_error: str = ""
     seed: int = 0
+    untried: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         cuda = self.run.device == "cuda"
@@ -224,6 +235,18 @@ class Audit:
             raise Refused(f"rows differ by {error:.3g} from the swapped ones, expected <= {UNTOUCHED_REL_L2}")
         return f"rows {a} and {b} changed places, all rows within {error:.1e}"
 
+    def visible_part(self, data: Any, judge: Judge) -> Any:
+        """The same input with a part of one random token turned round such that some head must see it."""
+        batch, kv_len = self.shapes[0]
+        for _ in range(64):
+            position, part = self.fresh_seed() % kv_len, self.fresh_seed() % (512 // inputs.NEGATED_DIMS)
+            for sequence in range(batch):
+                other = inputs.part_negated(data, sequence, position, part)
+                wanted = reference.relative_l2(Judge(other).truth("bf16"), judge.truth("bf16"))[sequence]
+                if float(wanted.max()) > 2 * UNTOUCHED_REL_L2:
+                    return other
+        raise RuntimeError("no sequence sees the changed part of a token")
+
     def visible_change(self, data: Any, judge: Judge) -> tuple[Any, int, int, Any]:
         """Change one random token such that some head must see it: (new input, sequence, position, row's errors)."""
         batch, kv_len = self.shapes[0]
@@ -288,9 +311,69 @@ class Audit:
         slot = self.give(other, over=base_slot)
         (result,) = self.outputs([slot], [other])
         evidence.append(self.judged(other, result.output, what="one token is new in the same storage: ").worst_rel_l2)
+        # Twice, from one input to the next, so that whoever reads a few dims of every token looks elsewhere once.
+        for _ in range(2):
+            other = self.visible_part(other, Judge(other))
+            slot = self.give(other, over=slot)
+            (result,) = self.outputs([slot], [other])
+            what = "64 dims of one token are new in the same storage: "
+            evidence.append(self.judged(other, result.output, what=what).worst_rel_l2)
         self._inputs.pop("normal")
         self._inputs.pop("every-token")
-        return f"3 inputs, worst relative L2 {max(evidence):.1e}"
+        return f"{len(evidence)} inputs, worst relative L2 {max(evidence):.1e}"
+
+    def check_many_calls(self) -> str:
+        """After as many calls on one input as a ranked run makes: other content in the same storage, same answer?"""
+        slot, data, judge = self.known("every-token")
+        (result,) = self.outputs([slot], [data])
+        self.judged(data, result.output, judge)
+        count, limit_s = MANY_CALLS + self.fresh_seed() % 200, MANY_CALLS_S[self.run.device]
+        answer = self.worker.request("repeat", slot=slot, count=count, within_s=limit_s)
+        calls = int(answer.get("calls", 0))
+        other, _, _, _ = self.visible_change(data, judge)
+        slot = self.give(other, over=slot)
+        (result,) = self.outputs([slot], [other])
+        self.judged(other, result.output, what=f"one token is new after {calls} calls: ")
+        self._inputs.pop("every-token")
+        return f"right after {calls} calls" + ("" if calls >= count else f", all that {limit_s:.0f} s allowed")
+
+    def other_shapes(self) -> list[tuple[int, int]]:
+        """Shapes for `check_other_shapes`: the ranked ones by size, and on a CPU relatives that it can afford."""
+        ranked = sorted(
+            {(case.args["batchsize"], case.args["kvseqlen"]) for case in manifest_cases("benchmarks")},
+            key=lambda shape: (shape[0] * shape[1], shape),
+        )
+        first = LONG_AND_WIDE if self.run.device == "cpu" else ()
+        return [shape for shape in (*first, *ranked) if shape not in self.shapes]
+
+    def check_other_shapes(self) -> str:
+        """Long sequences, many sequences and the ranked shapes: no token left out where there are many."""
+        if any(not check.passed for check in self.checks):
+            return "not tried: other checks have failed"
+        worst, done, left = 0.0, [], []
+        began, cost_s = time.monotonic(), 0.0
+        # Nobody may be honest on the audit's kinds of input only, so the contest's kind takes turns with the strictest.
+        turn = self.fresh_seed()
+        for batch, kv_len in self.other_shapes():
+            turn += 1
+            kind = ("normal", "every-token")[turn % 2]
+            spent = time.monotonic() - began
+            if done and spent + cost_s * batch * kv_len > OTHER_SHAPES_S[self.run.device]:
+                left.append(f"{batch}x{kv_len}")
+                continue
+            # The first shape gets both.
+            for one in (kind,) if done else ("normal", "every-token"):
+                data = inputs.make(one, batch, kv_len, self.fresh_seed(), self.device)
+                slot = self.give(data)
+                (result,) = self.outputs([slot], [data])
+                what = f"{batch}x{kv_len}, {one}: "
+                worst = max(worst, self.judged(data, result.output, what=what).worst_rel_l2)
+                self.worker.request("drop", slots=[slot])
+            done.append(f"{batch}x{kv_len}")
+            cost_s = max(cost_s, (time.monotonic() - began - spent) / (batch * kv_len)) if batch < 32 else cost_s
+        self.untried = left
+        shown = f"{', '.join(done)}: worst relative L2 {worst:.1e}"
+        return shown + (f"; no time for {', '.join(left)}" if left else "")
 
     def check_new_queries(self) -> str:
         """The same cache with new queries, and the same queries with a new cache."""
@@ -339,6 +422,8 @@ class Audit:
             self.judged(data, result.output, what=f"output {i + 1} of 2 held together: ")
         shape = reference.output_shape(datas[0])
         size = 2 * shape[0] * shape[1] * shape[2]
+        # Calls that keep nothing: whoever hands out a few tensors in turn comes round to the first one.
+        self.worker.request("repeat", slot=slots[1], count=LATER_CALLS, within_s=LATER_CALLS_S)
         with memory_files(size) as (fd,):
             answer = self.worker.request("reread", [fd], hold=0, bytes=size)
             again = read_output(fd, 0, shape, self.device)
@@ -403,19 +488,33 @@ class Audit:
             if answer.get("problem"):
                 raise Refused(f"in a timed run: {output_error(answer['problem'], shape, 'cuda')}")
             durations, _ = timed_answer(answer, inclusive=False)
+            late, host_ns = late_error(answer), max(map(float, answer["hosts"]), default=0.0)
             for i in range(min(len(durations), len(seeds))):
                 again = reference.generate_input(**args, seed=seeds[i])
                 output = read_output(fd, i * size, shape, self.device)
                 self.judged(again, output, what=f"{case.shape}, timed run {i + 1}: ")
             answer = self.worker.request("time", [fd], **common, seeds=None, save=False, inclusive=True)
         inclusive, walls = timed_answer(answer, inclusive=True)
-        error = time_error(case, durations, inclusive, walls, self.run.card)
+        error = time_error(case, durations, inclusive, walls, self.run.card) or late
         if error:
             raise Refused(f"{case.shape}: {error}")
-        typical = sorted(durations)[len(durations) // 2] / 1e3
+        typical_ns = sorted(durations)[len(durations) // 2]
+        error = clock_error(typical_ns, host_ns, self._own_ns())
+        if error:
+            raise Refused(f"{case.shape}: {error}")
+        typical = typical_ns / 1e3
         return (
             f"{case.shape}: {typical:.1f} us, {min(inclusive) / 1e3:.1f} us until idle, {len(durations)} outputs right"
         )
+
+    def _own_ns(self) -> float:
+        """A call in a row of calls, by the clock of this process, which no submission can reach."""
+        took = []
+        for _ in range(ROWS):
+            began = time.monotonic()
+            answer = self.worker.request("repeat", slot=10_000, count=ROW_CALLS, within_s=20.0)
+            took.append((time.monotonic() - began) / max(1, int(answer.get("calls", 0))))
+        return min(took) * 1e9
 
     def remark_ragged(self) -> Check:
         """Different lengths, 0 included: outside the contest, so a remark only."""
@@ -490,7 +589,9 @@ CHECKS: tuple[tuple[str, Callable[[Audit], str]], ...] = (
     ("replay: new content", Audit.check_new_content),
     ("replay: half new", Audit.check_new_queries),
     ("replay: shapes mixed", Audit.check_shapes),
+    ("replay: many calls", Audit.check_many_calls),
     ("held outputs", Audit.check_held),
+    ("other shapes", Audit.check_other_shapes),
     ("inputs and aliasing", Audit.check_inputs_unchanged),
     ("time", Audit.check_time),
     ("isolation", Audit.check_house),
@@ -604,11 +705,14 @@ def _show(
     if verdict == "honest":
         cache, queries = audit.cache.split("/")
         text = f"HONEST: attention over the whole {cache} cache (queries as {queries})"
+        if audit.untried:
+            text += f"; on {', '.join(audit.untried)}: not tried"
         worst = f"worst relative L2 {audit.worst_rel_l2:.2e} (limit there {audit.worst_limit:.3g})"
-        screen.line(text, style="bold green")
+        screen.line(wrap(text, screen.width, ""), style="bold green")
         screen.line(f"{worst}, in {elapsed_s:.0f} s")
     elif verdict == "unloadable":
         screen.line(f"CANNOT BE LOADED: {audit.load_error}", style="bold red")
     else:
         reasons = [check.name for check in audit.checks if check.counts and not check.passed]
-        screen.line(f"REFUSED ({', '.join(reasons)}), in {elapsed_s:.0f} s", style="bold red")
+        text = f"REFUSED ({', '.join(reasons)}), in {elapsed_s:.0f} s"
+        screen.line(wrap(text, screen.width, ""), style="bold red")

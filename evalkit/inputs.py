@@ -131,6 +131,18 @@ def swapped(data: Any, first: int, second: int) -> Any:
     return with_tokens(data, q, kv)
 
 
+# Dimensions that `part_negated` turns round: two scale blocks.
+NEGATED_DIMS = 64
+
+
+def part_negated(data: Any, sequence: int, position: int, part: int) -> Any:
+    """64 value dims of one token change their sign: no magnitude, scale, sum of squares or other token changes."""
+    kv = data[1]["bf16"].clone()
+    begin = NEGATED_DIMS * part
+    kv[int(data[3][sequence]) + position, 0, begin : begin + NEGATED_DIMS].neg_()
+    return with_tokens(data, data[0].clone(), kv)
+
+
 def one_token_changed(data: Any, sequence: int, position: int, seed: int) -> Any:
     """The value part of one token is drawn anew; which tokens a head looks at stays as it was when RoPE decides."""
     kv = data[1]["bf16"].clone()

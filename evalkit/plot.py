@@ -1,4 +1,4 @@
-"""Pictures of a timed run: `eval.py benchmark --plot FILE`, or `python -m evalkit.plot RESULT.json FILE`."""
+"""Pictures of a timed run or an inspection: `eval.py MODE --plot FILE`, `python -m evalkit.plot RESULT.json FILE`."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from evalkit.cases import Case
+from evalkit.report import write_whole
 from evalkit.timing import paper_bandwidth
 
 # Okabe and Ito's palette: told apart with any colour vision; marks and hatches tell the series apart in grey.
-BLUE, ORANGE, GREEN, GREY = "#0072B2", "#E69F00", "#009E73", "#555555"
+BLUE, ORANGE, GREEN, SKY, GREY = "#0072B2", "#E69F00", "#009E73", "#56B4E9", "#555555"
 FORMATS = (".png", ".svg", ".html")
 # Dense bf16 matrix rate in FLOP/s, from the data sheets.
 PAPER_FLOPS = {"H200": 989e12, "H100": 989e12, "B200": 2250e12, "MI355X": 2500e12, "MI300X": 1307e12}
@@ -41,10 +42,18 @@ def fallback_us(entry: dict[str, Any]) -> float | None:
     return None
 
 
+def check_name(path: Path) -> None:
+    """ValueError when no picture can be written under this name; asked before the work, not after it."""
+    if path.suffix not in FORMATS:
+        raise ValueError(f"plot: expected a name that ends in one of {', '.join(FORMATS)}, got {path.name}")
+
+
 def draw(document: dict[str, Any]) -> Any:
-    """A figure with the roofline on the left and times per shape on the right."""
+    """A figure: roofline and times per shape of a timed run, or cycle budget and predicted times of an inspection."""
     from matplotlib.figure import Figure
 
+    if "plans" in document:
+        return draw_inspection(document)
     cases = timed_cases(document)
     if not cases:
         raise ValueError("plot: no timed case in this result; a benchmark on a GPU has some")
@@ -108,27 +117,109 @@ def _bars(axes: Any, cases: list[tuple[Case, dict[str, Any]]], bandwidth: float 
     axes.legend(fontsize=8)
 
 
+def draw_inspection(report: dict[str, Any]) -> Any:
+    """Cycles per token by unit for every distinct loop on the left, predicted times per shape on the right."""
+    from matplotlib.figure import Figure
+
+    if any("loop" not in plan for plan in report["plans"]):
+        raise ValueError(f"plot: {report['arch']} has no cycle budget to draw; `inspect --arch gfx950` has one")
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    budget, times = figure.subplots(1, 2, width_ratios=(1, 1.3))
+    _budget(budget, report)
+    _predicted(times, report)
+    title = f"{report['arch']}, Triton {report['triton']}: PREDICTION from executed machine code, nothing was timed"
+    figure.suptitle(title, fontsize=11)
+    return figure
+
+
+def _stack(axes: Any, places: list[float], width: float, parts: list[tuple[str, str, str, list[float]]]) -> list[float]:
+    """Stacked bars of (label, colour, hatch, heights), with each part's height in it where it has room: the totals."""
+    bottom = [0.0] * len(places)
+    for name, color, hatch, values in parts:
+        axes.bar(places, values, width, bottom, color=color, hatch=hatch, edgecolor="black", lw=0.6, label=name)
+        bottom = [a + b for a, b in zip(bottom, values, strict=True)]
+    return bottom
+
+
+def _budget(axes: Any, report: dict[str, Any]) -> None:
+    plans: dict[str, dict[str, Any]] = {}
+    for plan in report["plans"]:
+        split = "split" if plan["num_splits"] > 1 else "one split"
+        plans.setdefault(f"{plan['loop']['num_warps']} waves,\n{split}", plan)
+    columns = list(plans.values())
+
+    def of(key: str) -> list[float]:
+        return [plan[key] for plan in columns]
+
+    groups: list[list[tuple[str, str, str, list[float]]]] = [
+        [("MFMA", BLUE, "", of("mfma_cycles_per_token")), ("VALU", ORANGE, "//", of("valu_cycles_per_token"))],
+        [
+            ("LDS, the waves' own", GREEN, "..", of("lds_cycles_per_token")),
+            ("LDS, copies from memory", SKY, "xx", of("lds_copy_cycles_per_token")),
+        ],
+        [("vector memory", "white", "", [plan["loop"]["vmem_cycles_per_token"] for plan in columns])],
+    ]
+    width = 0.8 / len(groups)
+    for i, parts in enumerate(groups):
+        places = [j + (i - 1) * width for j in range(len(columns))]
+        for place, total in zip(places, _stack(axes, places, width, parts), strict=True):
+            axes.text(place, total + 0.3, f"{total:.1f}", ha="center", fontsize=7)
+    clock_hz, units = (report["assumptions"][name]["value"] for name in ("CLOCK_HZ", "COMPUTE_UNITS"))
+    for name, style in (("HBM_PEAK_BYTES_PER_S", "--"), ("HBM_ATTAINED_BYTES_PER_S", ":")):
+        rate = report["assumptions"][name]["value"]
+        cycles = columns[0]["hbm_bytes_per_token"] / rate * clock_hz * units
+        axes.axhline(cycles, color=GREY, ls=style, lw=1.5, label=f"a token from HBM at {rate / 1e12:g} TB/s")
+    axes.set_xticks(range(len(columns)), list(plans), fontsize=8)
+    axes.set(xlabel="plan (one group per unit)", ylabel="cycles per token and compute unit", ylim=(0, 52))
+    axes.set_title("cycle budget of the hot loop by unit", fontsize=10)
+    axes.grid(True, axis="y", alpha=0.3)
+    axes.legend(fontsize=7, loc="upper left", ncols=2)
+
+
+def _predicted(axes: Any, report: dict[str, Any]) -> None:
+    plans = report["plans"]
+    parts = {name: [plan["prediction"][name] for plan in plans] for name in ("launch_us", "merge_us", "predicted_us")}
+    body = [total - launch - merge for launch, merge, total in zip(*parts.values(), strict=True)]
+    series = [
+        ("launches (assumed)", GREY, "", parts["launch_us"]),
+        ("attention over the cache", BLUE, "//", body),
+        ("merge of the splits", ORANGE, "..", parts["merge_us"]),
+    ]
+    places = [float(i) for i in range(len(plans))]
+    for place, total in zip(places, _stack(axes, places, 0.7, series), strict=True):
+        axes.text(place, total + 1, f"{total:.1f}", ha="center", fontsize=8)
+    axes.set_ylim(0, 1.1 * max(parts["predicted_us"]))
+    axes.set_xticks(places, [f"{plan['batch']}x{plan['kv']}" for plan in plans], fontsize=7)
+    axes.set(xlabel="batch x tokens", ylabel="predicted time of one call, us")
+    attained = report["assumptions"]["HBM_ATTAINED_BYTES_PER_S"]["value"] / 1e12
+    mean = report["geomean_predicted_us"]
+    axes.set_title(f"predicted at {attained:g} TB/s, geometric mean {mean:.1f} us", fontsize=10)
+    axes.grid(True, axis="y", alpha=0.3)
+    axes.legend(fontsize=8, loc="upper left")
+
+
 def save(document: dict[str, Any], path: Path) -> None:
     """Write the picture; the ending of the name says how.
 
     Raises:
-        ValueError: no timed case, an unknown ending, or matplotlib is missing.
+        ValueError: nothing to draw, an unknown ending, or matplotlib is missing.
     """
-    if path.suffix not in FORMATS:
-        raise ValueError(f"plot: expected a name that ends in one of {', '.join(FORMATS)}, got {path.name}")
+    check_name(path)
     try:
         figure = draw(document)
     except ImportError as error:
         raise ValueError(f"plot: needs matplotlib (pip install matplotlib): {error}") from error
     if path.suffix != ".html":
-        figure.savefig(path, dpi=150)
+        picture = io.BytesIO()
+        figure.savefig(picture, format=path.suffix[1:], dpi=150)
+        write_whole(path, picture.getvalue())
         return
     svg = io.StringIO()
     figure.savefig(svg, format="svg")
     body = svg.getvalue()
-    title = f"{document['submission']} on {document['environment']['card']}"
+    title = f"inspect {document['arch']}" if "plans" in document else f"{document['mode']}, {document['submission']}"
     page = f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title></head>\n<body>\n'
-    path.write_text(page + body[body.index("<svg") :] + "</body></html>\n", encoding="utf-8")
+    write_whole(path, (page + body[body.index("<svg") :] + "</body></html>\n").encode())
 
 
 def main(argv: list[str]) -> int:

@@ -31,10 +31,14 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
             return [clean(v) for v in value]
         return None if isinstance(value, float) and not math.isfinite(value) else value
 
-    text = json.dumps(clean(document), indent=2) + "\n"
-    with tempfile.NamedTemporaryFile("w", dir=path.resolve().parent, prefix=".eval-", delete=False) as file:
+    write_whole(path, (json.dumps(clean(document), indent=2) + "\n").encode())
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, whatever interrupts it."""
+    with tempfile.NamedTemporaryFile(dir=path.resolve().parent, prefix=".eval-", delete=False) as file:
         try:
-            file.write(text)
+            file.write(content)
             file.close()
             os.chmod(file.name, 0o644)
             os.replace(file.name, path)

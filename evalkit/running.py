@@ -22,6 +22,7 @@ from evalkit.timing import (
     Stats,
     calculate_stats,
     enough_runs,
+    late_error,
     paper_bandwidth,
     time_error,
     timed_answer,
@@ -44,6 +45,7 @@ ROUND_RUNS = 25
 SEED_STEP = 13
 WARM_UP_RUNS = 3
 INCLUSIVE_RUNS = 5
+RENEWED_RUNS = 3
 
 
 @dataclass
@@ -242,6 +244,8 @@ class Run:
                     self._validate(case, seeds, judge, output, outputs, result)
                     if enough_runs(durations, max_time_ns, time.monotonic() - started) or not times:
                         break
+                if not fresh:
+                    self._renewed_round(worker, case, result)
                 inclusive, _, walls = self._time(
                     worker, INCLUSIVE_RUNS, math.inf, [data], None, 0.0, save=False, reset=True, inclusive=True
                 )
@@ -256,6 +260,19 @@ class Run:
         result.gb_per_s = case.min_bytes / result.stats.mean
         bandwidth = paper_bandwidth(self.card)
         result.limit_share = result.gb_per_s * 1e9 / bandwidth if bandwidth else None
+
+    def _renewed_round(self, worker: Worker, case: Case, result: CaseResult) -> None:
+        """New content in the storage that was timed so long: nothing that the many calls before it left may show."""
+        self.reporter.progress("timed runs on new content in the same storage")
+        args = {**self.case_args(case), "seed": hidden_seed(self.key, case.args["seed"], RENEWED_RUNS)}
+        worker.request("renew", slot=0, args=args)
+        data = reference.generate_input(**args)
+        _, outputs, _ = self._time(worker, RENEWED_RUNS, math.inf, [data], (case, None), 0.0, save=True, reset=True)
+        judge = Judge(data, self.tolerance)
+        for output in outputs:
+            verdict = judge.verdict(output, result.cache, complete=False)
+            if not verdict.passed:
+                raise WorkerFailure(f"in a timed run on new content in the same storage: {verdict.message}", "check")
 
     def _iteration_seed(self, case: Case, iteration: int) -> int:
         """Moves by 13 an iteration like the contest's, but what the worker sees tells nothing about the next one."""
@@ -300,6 +317,9 @@ class Run:
             if answer.get("problem"):
                 error = output_error(answer["problem"], shape, self.device)
                 raise WorkerFailure(f"in a timed run: {error}", "check")
+            error = late_error(answer)
+            if error:
+                raise WorkerFailure(error, "check")
             times, walls = timed_answer(answer, inclusive)
             if len(times) > count:
                 raise WorkerFailure("wrote to the evaluator's control channel", "protocol")

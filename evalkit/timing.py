@@ -11,6 +11,8 @@ from evalkit.cases import Case
 MAX_CASE_WALL_S = 120.0
 # A time that leaves out work: the device's clock against everything up to a device-wide synchronise.
 INCLUSIVE_RATIO, INCLUSIVE_SLACK_NS = 2.0, 50_000.0
+# A row of calls by the evaluator's own clock against one call by the worker's events.
+OWN_CLOCK_RATIO, OWN_CLOCK_SLACK_NS = 1.25, 100_000.0
 # Paper bandwidth in bytes/s: nothing honest is faster than reading the cache once.
 PAPER_BANDWIDTH = {
     "H200": 4.8e12,
@@ -76,6 +78,29 @@ def timed_answer(answer: dict[str, Any], inclusive: bool) -> tuple[list[float], 
         times = [max(1.0, t - h) for t, h in zip(times, hosts, strict=True)]
         walls = [max(1.0, w - h) for w, h in zip(walls, hosts, strict=True)]
     return times, walls
+
+
+def late_error(answer: dict[str, Any]) -> str | None:
+    """Which timed outputs were still written after the second event, or None."""
+    late = [int(i) for i in answer.get("late", [])]
+    return f"the output of timed run {late[0] + 1} was written after the clock had stopped" if late else None
+
+
+def clock_error(typical_ns: float, host_ns: float, own_ns: float) -> str | None:
+    """Why the worker's times do not fit the evaluator's own clock, or None.
+
+    Args:
+        typical_ns: a call as the worker's events timed it, caches cold.
+        host_ns: the host's part of a call as the worker timed it, which a row of calls may expose.
+        own_ns: a call of a row without pauses, by the clock of this process, caches warm.
+    """
+    limit_ns = OWN_CLOCK_RATIO * typical_ns + host_ns + OWN_CLOCK_SLACK_NS
+    if own_ns <= limit_ns:
+        return None
+    return (
+        f"the clocks disagree: {typical_ns / 1e3:.1f} us between the events, {own_ns / 1e3:.1f} us a call by the"
+        " evaluator's own clock"
+    )
 
 
 def time_error(case: Case, durations: list[float], inclusive: list[float], walls: list[float], card: str) -> str | None:

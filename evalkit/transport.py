@@ -94,6 +94,8 @@ def output_error(meta: dict[str, Any], shape: tuple[int, ...], device: str) -> s
         return f"output: expected shape {shape}, got {escape(str(tuple(meta.get('shape', ()))), 80)}"
     if meta.get("device") != device:
         return f"output: expected a tensor on {device}, got one on {escape(str(meta.get('device')), 80)}"
+    if meta.get("late"):
+        return "output: it changed after the call had returned, so it was written late"
     if not meta.get("saved", True):
         return "output: its bytes could not be read"
     return None

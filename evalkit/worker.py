@@ -33,7 +33,13 @@ from typing import Any
 MAX_MESSAGE_BYTES = 1 << 20
 CONTROL_FD = 3
 TRACE_CHARS = 2000
-PR_SET_PDEATHSIG = 1
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+# Capabilities that reach into other processes or the kernel: sys_module, sys_rawio, sys_ptrace, sys_admin, perfmon,
+# bpf, checkpoint_restore.
+REACHING_CAPABILITIES = (16, 17, 19, 21, 38, 39, 40)
+
+# Attributes of a worker that its own steps assign to after the submission is loaded.
+CHANGING = ("entry", "module", "durations", "frozen", "methods")
 
 # What a submission has no business replacing. Names that a library adds later are nobody's concern.
 GUARDED = {
@@ -116,6 +122,28 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def set_dumpable(value: bool) -> None:
+    """Whether other processes of this user may look into this one: memory, descriptors, environment, debugger."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, int(value), 0, 0, 0)
+
+
+def give_up_reach() -> None:
+    """Drop, for good and for all children, what would let root look into the evaluator all the same."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL(None)
+        for capability in REACHING_CAPABILITIES:
+            libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0)
+        libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+        header = (ctypes.c_uint32 * 2)(0x20080522, 0)  # version 3, this process
+        words = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; then the same for capabilities from 32 on
+        if libc.capget(header, words) == 0:
+            for capability in REACHING_CAPABILITIES:
+                for i in range(3):
+                    words[3 * (capability // 32) + i] &= ~(1 << capability % 32) & 0xFFFFFFFF
+            libc.capset(header, words)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Nursery
 
@@ -123,6 +151,7 @@ def die_with_parent() -> None:
 def nursery(fd: int, fork_only: bool) -> None:
     """Start workers on request, and say how they ended."""
     die_with_parent()
+    set_dumpable(False)
     # A Ctrl-C in the terminal reaches the parent too, which ends everything in order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if fork_only:
@@ -155,6 +184,8 @@ def _become_worker(fds: list[int], request: dict[str, Any], fork_only: bool) -> 
     try:
         os.setsid()
         die_with_parent()
+        set_dumpable(True)
+        give_up_reach()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         moved = [os.dup(fd) for fd in fds]
         # Duplicates first: a target number may be the number of another source.
@@ -226,6 +257,13 @@ class Worker:
         self.dispatch_modes = torch._C._len_torch_dispatch_stack
         self.device_context: Any = DeviceContext
         self.get_profile, self.get_trace = sys.getprofile, sys.gettrace
+        self.get_handler, self.get_timer, self.collector_callbacks = signal.getsignal, signal.getitimer, gc.callbacks
+        self.monitoring: Any = getattr(sys, "monitoring", None)
+        self.handlers: dict[int, Any] = {}
+        self.known_callbacks: list[Any] = []
+        self.known_tools: list[Any] = []
+        self.frozen: dict[str, Any] = {}
+        self.methods: dict[str, Any] = {}
         self.blake2b = hashlib.blake2b
         self.entry: Callable[[Any], Any] | None = None
         self.module: Any = None
@@ -298,6 +336,9 @@ class Worker:
                 if hasattr(holder, name):
                     self.guard[owner, name] = getattr(holder, name)
         self.descriptors = [self._descriptor(fd) for fd in (1, 2)]
+        self.handlers = {number: self.get_handler(number) for number in signal.valid_signals()}
+        self.known_callbacks = list(self.collector_callbacks)
+        self.known_tools = self._tools()
 
     @staticmethod
     def _descriptor(fd: int) -> tuple[int, int]:
@@ -311,6 +352,8 @@ class Worker:
         """Import the submission under the name the contest gives it."""
         path = request["path"]
         sys.argv = [path]
+        self.frozen = {name: value for name, value in vars(self).items() if name not in CHANGING}
+        self.methods = dict(vars(type(self)))
         start = self.clock()
         spec = importlib.util.spec_from_file_location("submission", path)
         if spec is None or spec.loader is None:
@@ -342,8 +385,7 @@ class Worker:
             old = _named_tensors(self.inputs[over])
             fits = [name for name, tensor in tensors.items() if old[name].shape == tensor.shape]
             for name in fits:
-                # As bytes: copy_ does not know the fp4 and e8m0 types on every device.
-                old[name].view(self.torch.uint8).copy_(tensors[name].view(self.torch.uint8))
+                self._overwrite(old[name], tensors[name])
                 tensors[name] = old[name]
             if len(fits) == len(tensors):
                 self.inputs[slot] = self.inputs[over]
@@ -394,8 +436,13 @@ class Worker:
         blocks = [self.torch.full(shape, float("nan"), dtype=self.torch.bfloat16, device=q.device) for _ in range(8)]
         blocks.clear()
 
+    def _tools(self) -> list[Any]:
+        """Who watches this interpreter's execution (Python 3.12 and newer)."""
+        return [self.monitoring.get_tool(i) for i in range(6)] if self.monitoring is not None else []
+
     def _refuse_hooks(self, hook: Any) -> None:
         """A call that leaves something behind which sees the next steps could do its work there, untimed."""
+        self._refuse_patches()
         stack = [self.function_mode_at(i) for i in range(self.function_modes())]
         # torch.set_default_device leaves a mode too, and an honest one.
         left = [self.type_of(mode).__name__ for mode in stack if self.type_of(mode) is not self.device_context]
@@ -403,6 +450,42 @@ class Worker:
             raise Refusal(f"the call left a torch mode active: {', '.join(left) or 'a dispatch mode'}")
         if hook is not None:
             raise Refusal("the call left a trace or profile function active")
+        if self.monitoring is not None and self._tools() != self.known_tools:
+            raise Refusal("the call left a monitoring tool active")
+        if any(self.get_handler(number) is not handler for number, handler in self.handlers.items()):
+            raise Refusal("the call left a signal handler of its own")
+        if any(self.get_timer(which) != (0.0, 0.0) for which in (signal.ITIMER_REAL, signal.ITIMER_PROF)):
+            raise Refusal("the call left a timer running")
+        if any(callback not in self.known_callbacks for callback in self.collector_callbacks):
+            raise Refusal("the call left a callback with the garbage collector")
+
+    def _refuse_patches(self) -> None:
+        """Everything that this object looked up before the submission was loaded is still what it uses."""
+        if not self.frozen:  # nothing is loaded yet
+            return
+        now, methods = vars(self), vars(type(self))
+        changed = [name for name, value in self.frozen.items() if now.get(name) is not value]
+        changed += [name for name in now if name not in self.frozen and name not in CHANGING]
+        changed += [name for name, value in self.methods.items() if methods.get(name) is not value]
+        if changed:
+            raise Refusal(f"the submission replaced parts of the evaluator's worker: {', '.join(changed)}")
+
+    def _early_copy(self, out: Any, into: Any = None) -> Any:
+        """The output as it is when the call returns, before anything else can run; None for what is no plain tensor.
+
+        On a GPU the copy waits in the queue right behind the call's own work, and nobody waits for it here.
+        """
+        if self.type_of(out) is not self.torch.Tensor:
+            return None
+        # Through the C type, whose methods cannot be replaced; a wrong shape or layout is reported by others.
+        with contextlib.suppress(RuntimeError):
+            return self.tensor_base.clone(out) if into is None else self.tensor_base.copy_(into, out)
+        return None
+
+    def _same_bytes(self, one: Any, other: Any) -> bool:
+        base, torch = self.tensor_base, self.torch
+        raw = [base.view(base.contiguous(base.detach(tensor)), torch.uint8) for tensor in (one, other)]
+        return bool(torch._C._VariableFunctions.equal(*raw))
 
     def _describe(self, out: Any) -> dict[str, Any]:
         """What came back, without touching the values."""
@@ -439,6 +522,8 @@ class Worker:
         assert self.entry is not None
         results = []
         outputs = []
+        # Names of this frame: nothing that the call does to the object changes what comes right behind it.
+        early_copy, refuse_hooks = self._early_copy, self._refuse_hooks
         for slot in request["slots"]:
             data = self.inputs[slot]
             before = self._hash_inputs(slot) if request["hash"] else None
@@ -447,11 +532,14 @@ class Worker:
             start = self.clock()
             out = self.entry(data)
             hook = self.get_profile() or self.get_trace()
+            early = early_copy(out)
             if self.cuda:
                 self.device_synchronize()
             took = self.clock() - start
-            self._refuse_hooks(hook)
+            refuse_hooks(hook)
             result = self._describe(out)
+            result["late"] = early is not None and not self._same_bytes(early, out)
+            del early
             result["call_s"] = took
             if before is not None:
                 after = self._hash_inputs(slot)
@@ -473,6 +561,31 @@ class Worker:
         for hold, out in zip(request["hold"], outputs, strict=False):
             self.held[hold] = out
         return {"results": results, "threads": self._threads()}
+
+    def op_repeat(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        """Call again and again on one input, back to back, and keep nothing; stops after `within_s`."""
+        assert self.entry is not None
+        data, started, done = self.inputs[request["slot"]], self.clock(), 0
+        while done < request["count"] and self.clock() - started < request["within_s"]:
+            self.entry(data)
+            done += 1
+        if self.cuda:
+            self.device_synchronize()
+        return {"calls": done}
+
+    def op_renew(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        """Generate new content into the tensors of an input that is there already (GPU only)."""
+        assert self.generate is not None
+        old, new = _named_tensors(self.inputs[request["slot"]]), _named_tensors(self.generate(**request["args"]))
+        for name, tensor in new.items():
+            self._overwrite(old[name], tensor)
+        self.device_synchronize()
+        return {}
+
+    def _overwrite(self, old: Any, new: Any) -> None:
+        """New bytes at the same address, in the same object and, thanks to `.data`, with the same version number."""
+        # As bytes: copy_ does not know the fp4 and e8m0 types on every device.
+        old.data.view(self.torch.uint8).copy_(new.view(self.torch.uint8))
 
     def op_reread(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """Read an output that was held across later calls once more."""
@@ -497,12 +610,15 @@ class Worker:
         torch, entry, flush = self.torch, self.entry, self.flush
         assert entry is not None and flush is not None
         base, get_profile, get_trace = self.tensor_base, self.get_profile, self.get_trace
+        early_copy, refuse_hooks = self._early_copy, self._refuse_hooks
         slot, seeds, inclusive = request["slot"], request["seeds"], request["inclusive"]
         synchronize, record, elapsed = self.device_synchronize, self.event_record, self.event_elapsed
         if request["reset"]:
             self.durations = []
         data = self.inputs[slot]
         kept: list[Any] = []
+        early: Any = None
+        late: list[int] = []
         walls: list[float] = []
         hosts: list[float] = []
         durations: list[float] = []
@@ -510,6 +626,7 @@ class Worker:
         shape = (data[0].shape[0], data[0].shape[1], data[4]["v_head_dim"])
         if request["save"]:
             kept = [torch.empty(shape, dtype=torch.bfloat16, device=data[0].device) for _ in range(request["count"])]
+            early = torch.empty_like(kept[0])
         started = self.clock()
         gc.collect()
         gc.disable()
@@ -536,15 +653,19 @@ class Worker:
                 if inclusive:
                     synchronize()
                 record(end, queue)
+                copied = early_copy(out, early) if kept else None
                 synchronize()
                 walls.append((self.clock() - wall) * 1e9)
                 durations.append(elapsed(start, end) * 1e6)
-                self._refuse_hooks(hook)
+                refuse_hooks(hook)
                 if self.type_of(out) is not torch.Tensor or tuple(out.shape) != shape or out.dtype != torch.bfloat16:
                     problem = self._describe(out)
                     break
                 if kept:
                     base.copy_(kept[i], out)
+                    # What is written after the second event, by a thread or on another queue, is not in the early copy.
+                    if copied is None or not self._same_bytes(early, kept[i]):
+                        late.append(i)
                 del out
                 self.durations.append(durations[-1])
                 if _enough(self.durations, request, self.clock() - started + request["spent_s"]):
@@ -555,7 +676,7 @@ class Worker:
             size = kept[0].numel() * 2
             for i in range(len(durations)):
                 self._save(kept[i], fds[0], i * size, size)
-        return {"durations": durations, "walls": walls, "hosts": hosts, "problem": problem}
+        return {"durations": durations, "walls": walls, "hosts": hosts, "problem": problem, "late": late}
 
     def op_profile(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """One call under torch's profiler."""
@@ -644,6 +765,7 @@ def serve(fd: int) -> None:
     """Answer requests until the parent hangs up; every answer repeats the token of its request."""
     sock = socket.socket(fileno=fd)
     worker = Worker(sock)
+    refuse_patches = worker._refuse_patches
     # The submission finds an empty main module, and not this one.
     hidden_main = sys.modules["__main__"]
     sys.modules["__main__"] = type(sys)("__main__")
@@ -655,7 +777,9 @@ def serve(fd: int) -> None:
         request, fds = received
         token = request.pop("token")
         try:
+            refuse_patches()
             answer = {"ok": True, **getattr(worker, "op_" + request["op"])(request, fds)}
+            refuse_patches()
         except Refusal as error:
             answer = {"ok": False, "error": str(error), "kind": "refusal"}
         except SystemExit as error:

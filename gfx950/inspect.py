@@ -6,7 +6,6 @@ figures are shown: registers, stack, shared memory, instructions.
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
@@ -19,6 +18,7 @@ import torch
 import triton
 
 import submission
+from evalkit.report import write_json
 
 # Per token and compute unit; what HBM allows at 8 TB/s is 23.5 cycles.
 TARGETS = {"valu": 12.0, "mfma": 12.5, "issue": 23.5, "lds": 11.0}
@@ -201,7 +201,7 @@ def show(report: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console() if sys.stdout.isatty() else Console(width=110)
+    console = Console() if sys.stdout.isatty() else Console(width=100)
     console.print(f"inspect {report['arch']}, Triton {report['triton']}: {report['note']}", highlight=False)
     table = Table(box=None, pad_edge=False)
     if report["arch"] == "gfx950":
@@ -266,6 +266,14 @@ def main(options: Any) -> int:
     report = inspect_gfx950() if options.arch == "gfx950" else inspect_sm_90()
     show(report)
     if options.json is not None:
-        Path(options.json).write_text(json.dumps(report, indent=2) + "\n")
+        write_json(options.json, report)
+    if options.plot is not None:
+        from evalkit import plot
+
+        try:
+            plot.save(report, options.plot)
+        except ValueError as error:
+            print(f"eval.py: {error}", file=sys.stderr)
+            return 2
     bad = any(e.get("missed_targets") or e.get("findings") for e in report["plans"])
     return 112 if bad else 0

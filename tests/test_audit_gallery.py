@@ -16,9 +16,10 @@ GALLERY = ROOT / "tests" / "gallery"
 sys.path.insert(0, str(ROOT))
 
 import eval as harness  # noqa: E402
+from evalkit import audit as audit_module  # noqa: E402
 from evalkit.supervisor import Nursery  # noqa: E402
 
-# Needs a process of its own: its parents' command lines are what it looks at.
+# They need a process of their own: its command line, memory and descriptors are what they look at.
 OWN_PROCESS = ("sniffer",)
 FILES = sorted(p.stem for p in GALLERY.glob("*.py") if p.stem.startswith(("honest_", "dishonest_")))
 GPU_FILES = sorted(p.stem for p in GALLERY.glob("gpu_*.py"))
@@ -77,6 +78,8 @@ def run_with_pipe(arguments: list[str], monkeypatch, nursery) -> tuple[int, str]
 def audit(name: str, device: str, monkeypatch, nursery, tmp_path) -> tuple[int, dict, dict[str, str]]:
     report = tmp_path / "report.json"
     path = GALLERY / f"{name}.py"
+    monkeypatch.setitem(audit_module.OTHER_SHAPES_S, "cpu", 2.0)
+    monkeypatch.setitem(audit_module.MANY_CALLS_S, "cpu", 1.0)
     limit = "3" if name == "dishonest_sleeps" else "60"
     arguments = ["audit", "--submission", str(path), "--json", str(report), "--timeout", limit, "--device", device]
     code, text = run_with_pipe(arguments, monkeypatch, nursery)
@@ -133,3 +136,15 @@ def test_audit_gallery_own_process(name, tmp_path):
     failed = {c["name"]: c["evidence"] for c in json.loads(report.read_text())["checks"] if not c["passed"]}
     assert done.returncode == 112, done.stdout
     assert evidence in failed[check]
+
+
+def test_no_process_of_the_evaluator_can_be_looked_into(tmp_path):
+    cases = tmp_path / "cases.txt"
+    cases.write_text("batchsize: 2; qseqlen: 1; kvseqlen: 33; seed: 1\n")
+    command = [sys.executable, str(ROOT / "eval.py"), "test", str(cases), "--device", "cpu", "--explain"]
+    done = subprocess.run(
+        [*command, "--submission", str(GALLERY / "intruder.py")], capture_output=True, text=True, check=False
+    )
+    # It prints every way in that it finds.
+    assert "    | " not in done.stdout
+    assert done.returncode == 0, done.stdout

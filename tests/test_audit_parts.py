@@ -15,7 +15,7 @@ sys.path.insert(0, str(ROOT))
 
 import eval as harness  # noqa: E402
 import reference  # noqa: E402
-from evalkit import calibrate, inputs, lint  # noqa: E402
+from evalkit import audit, calibrate, inputs, lint  # noqa: E402
 from evalkit.judge import Judge  # noqa: E402
 
 GOOD = "\n".join((*lint.DIRECTIVES, "def custom_kernel(data):", "    return data", ""))
@@ -105,7 +105,14 @@ def test_calibration_can_fail(monkeypatch, capsys):
 # -- the command
 
 
-def test_audit_document_and_screen(tmp_path, capsys):
+@pytest.fixture
+def short_audit(monkeypatch):
+    """Longer shapes and many calls as far as two seconds go."""
+    monkeypatch.setitem(audit.OTHER_SHAPES_S, "cpu", 1.0)
+    monkeypatch.setitem(audit.MANY_CALLS_S, "cpu", 1.0)
+
+
+def test_audit_document_and_screen(short_audit, tmp_path, capsys):
     report = tmp_path / "report.json"
     arguments = ["audit", "--submission", str(GALLERY / "honest_fp8.py"), "--json", str(report), "--seed", "5"]
     assert harness.main([*arguments, "--device", "cpu"]) == 0
@@ -118,9 +125,13 @@ def test_audit_document_and_screen(tmp_path, capsys):
     assert "HONEST: attention over the whole fp8 cache (queries as fp8)" in text
     assert "contest's own check on contest inputs: pass" in text
     assert max(map(len, text.splitlines())) <= 100
+    # What a CPU has no time for is part of the verdict.
+    untried = text[text.index("HONEST:") :].split("not tried")[0]
+    assert "256x8192" in untried
+    assert "1x1024" not in untried
 
 
-def test_tolerance_is_printed_and_used(tmp_path, capsys):
+def test_tolerance_is_printed_and_used(short_audit, tmp_path, capsys):
     path = tmp_path / "submission.py"
     path.write_text(
         "from mla import attend\n\n\ndef custom_kernel(data):\n    return (attend(data) * 1.08).bfloat16()\n"
@@ -189,7 +200,7 @@ def test_lint_command_prints_file_and_line(tmp_path, capsys):
 def test_kernelguard_is_asked_where_it_is_installed():
     found, remark = lint.kernelguard_findings(GOOD.encode())
     if "not installed" in remark:
-        pytest.skip(remark)
+        pytest.skip(f"the contest's scanner is missing: {remark}")
     assert remark == "kernelguard: valid"
     replay = "r = {}\n\n\ndef custom_kernel(data):\n    k = data[0].data_ptr()\n    if k in r:\n        return r[k]\n"
     found, remark = lint.kernelguard_findings((GOOD.replace("def custom_kernel", "def x") + replay).encode())

@@ -27,7 +27,7 @@ from evalkit.cases import parse_cases  # noqa: E402
 from evalkit.judge import Judge  # noqa: E402
 from evalkit.running import Run  # noqa: E402
 from evalkit.supervisor import Nursery, WorkerFailure  # noqa: E402
-from evalkit.timing import timed_answer  # noqa: E402
+from evalkit.timing import clock_error, timed_answer  # noqa: E402
 from evalkit.transport import call, give_input  # noqa: E402
 
 CASES = "batchsize: 2; qseqlen: 1; kvseqlen: 33; seed: 7\n"
@@ -108,6 +108,7 @@ def direct(monkeypatch, tmp_path):
     monkeypatch.setattr(worker_side, "_enough", lambda *args: False)
     # A reader as large as a cache, which a host's clock cannot hope to match, is not what is tested here.
     monkeypatch.setattr(timing, "INCLUSIVE_SLACK_NS", 1e9)
+    monkeypatch.setattr(timing, "OWN_CLOCK_SLACK_NS", 1e10)
     monkeypatch.setattr(sys, "path", [str(GALLERY), *sys.path])
     monkeypatch.setattr(sys, "argv", sys.argv)
     DirectWorker.log.clear()
@@ -138,7 +139,9 @@ def test_timed_modes_speak_the_protocol(direct, mode, runs):
 
 def test_benchmark_uses_one_input_in_the_contests_order(direct):
     direct("benchmark", GALLERY / "honest_bf16.py")
-    assert DirectWorker.seeds == [7]
+    # The second one is the new content at the end.
+    assert len(DirectWorker.seeds) == 2
+    assert DirectWorker.seeds[0] == 7
     first = DirectWorker.log.index("flush")
     timed = ["synchronize", "flush", "record", "record", "synchronize"]
     # Warm-up and timed runs: nothing waits between the flush and the first event, or inside the call.
@@ -187,11 +190,64 @@ def test_every_timed_output_is_judged(direct, tmp_path, mode, body, reason):
     assert reason in result["benchmark.0.error"]
 
 
+def test_new_content_in_the_storage_that_was_timed_so_long(direct, tmp_path):
+    path = tmp_path / "submission.py"
+    path.write_text(
+        "from mla import honest\n\nresults = {}\n\n\ndef custom_kernel(data):\n    q = data[0]\n"
+        "    return results.setdefault((q.data_ptr(), q._version), honest(data)).clone()\n"
+    )
+    code, result = direct("benchmark", path)
+    assert (code, result["check"]) == (112, "fail")
+    assert "on new content in the same storage" in result["benchmark.0.error"]
+
+
+def test_an_output_written_after_the_second_event_is_late(direct, monkeypatch, tmp_path):
+    late = []
+
+    def synchronize():
+        # Where a thread would act: the second event is recorded, the output not read yet.
+        for out, data in late:
+            out.copy_(attention(data))
+        late.clear()
+
+    from mla import honest as attention
+
+    path = tmp_path / "submission.py"
+    path.write_text(
+        "import torch\nfrom mla import honest\n\nlate, calls = [], []\n\n\ndef custom_kernel(data):\n"
+        "    calls.append(1)\n    if len(calls) < 6:\n        return honest(data)\n"
+        "    out = torch.zeros(*data[0].shape[:2], 512, dtype=torch.bfloat16)\n    late.append((out, data))\n"
+        "    return out\n"
+    )
+    setup = DirectWorker._setup
+
+    def linked(self):
+        setup(self)
+        self.side.device_synchronize = synchronize
+        load = self.side.op_load
+
+        def op_load(request, fds):
+            answer = load(request, fds)
+            self.side.module.late = late
+            return answer
+
+        self.side.op_load = op_load
+
+    monkeypatch.setattr(DirectWorker, "_setup", linked)
+    code, result = direct("benchmark", path)
+    assert (code, result["check"]) == (112, "fail")
+    assert "written after the clock had stopped" in result["benchmark.0.error"]
+
+
 def timed_audit(monkeypatch, name):
     """The audit's GPU checks with operations in this process, on small shapes: (verdict, checks by name)."""
     small = parse_cases(CASES + "batchsize: 3; qseqlen: 1; kvseqlen: 40; seed: 8\n")
     monkeypatch.setattr(audit, "manifest_cases", lambda section: small)
     monkeypatch.setattr(audit, "TIMED_RUNS", 4)
+    monkeypatch.setattr(audit, "MANY_CALLS", 5)
+    monkeypatch.setattr(audit, "LATER_CALLS", 5)
+    monkeypatch.setattr(audit, "ROWS", 2)
+    monkeypatch.setattr(audit, "ROW_CALLS", 4)
     run = Run("audit", GALLERY / f"{name}.py", "cuda", None, False, shared_nursery=Nursery("cpu"))
     performed = audit.Audit(run)
     performed.device, performed.shapes = torch.device("cpu"), audit.CPU_SHAPES
@@ -201,7 +257,7 @@ def timed_audit(monkeypatch, name):
 
 def test_audit_times_fresh_inputs_and_judges_every_output(direct, monkeypatch):
     verdict, checks = timed_audit(monkeypatch, "honest_bf16")
-    assert verdict == "honest", checks
+    assert verdict == "honest", [check for check in checks.values() if not check.passed]
     assert checks["time"].evidence.count("4 outputs right") == 2
     assert "2x33" in checks["time"].evidence
     assert "until idle" in checks["time"].evidence
@@ -212,6 +268,34 @@ def test_audit_refuses_work_outside_the_timed_queue(direct, monkeypatch):
     verdict, checks = timed_audit(monkeypatch, "honest_bf16")
     assert verdict == "refused"
     assert "left out of the timed queue" in checks["time"].evidence
+
+
+def test_audit_refuses_times_that_its_own_clock_does_not_bear_out(direct, monkeypatch):
+    monkeypatch.setattr(audit.Audit, "_own_ns", lambda self: 1e12)
+    verdict, checks = timed_audit(monkeypatch, "honest_bf16")
+    assert verdict == "refused"
+    assert "by the evaluator's own clock" in checks["time"].evidence
+
+
+def test_own_clock_allows_for_the_host_and_for_noise():
+    assert clock_error(400e3, 50e3, 640e3) is None
+    assert "400.0 us between the events, 700.0 us a call" in clock_error(400e3, 50e3, 700e3)
+
+
+def test_a_monitoring_tool_left_active_is_refused():
+    class Monitoring:
+        tools: ClassVar[list] = [None] * 6
+
+        def get_tool(self, number):
+            return self.tools[number]
+
+    side = worker_side.Worker(None)
+    side.monitoring = Monitoring()
+    side._remember()
+    side._refuse_hooks(None)
+    Monitoring.tools[3] = "watcher"
+    with pytest.raises(worker_side.Refusal, match="monitoring tool"):
+        side._refuse_hooks(None)
 
 
 def test_host_time_is_taken_off_inclusive_runs():
