@@ -350,7 +350,9 @@ class Audit:
         """Long sequences, many sequences and the ranked shapes: no token left out where there are many."""
         if any(not check.passed for check in self.checks):
             return "not tried: other checks have failed"
-        worst, done, left = 0.0, [], []
+        worst = 0.0
+        done: list[str] = []
+        left: list[str] = []
         began, cost_s = time.monotonic(), 0.0
         # Nobody may be honest on the audit's kinds of input only, so the contest's kind takes turns with the strictest.
         turn = self.fresh_seed()
