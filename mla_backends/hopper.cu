@@ -1,14 +1,15 @@
-// MLA decode over an MXFP4 cache for Hopper (sm_90): one query token, 16 heads, 576 dims of K, 512 of V.
+// MLA decode over an MXFP4 cache for Hopper (sm_90a): one query token, 16 heads, 576 dims of K, 512 of V.
 //
-//   packed cache --bulk copy--> ring in shared memory --one scale block (or half of it) a lane-->
-//   nibbles -> bf16 registers K^T [dims x 8 tokens]  --mma--> partial scores (this warp's dims)
-//        |                                                     | summed over the warps in shared memory
-//        +--movmatrix--> V [16 tokens x dims] --mma--> acc     +--> weights P --ldmatrix--> A operand of the second mma
+//   packed cache --bulk copy--> 16 tokens a warp in shared memory --> a lane's words of two tokens
+//   nibbles -> bf16 registers K [64 tokens x dims] --wgmma (A from registers)--> S^T [64 tokens x 16 heads]
+//        |                                                                       | exp2
+//        +--> V [64 tokens x 512] in shared memory --wgmma (A transposed)        +--> P [16 heads x 64 tokens]
+//                                                   O^T [512 dims x 16 heads] <--+
 //
-// Warp w owns latent dims DIMS w .. DIMS w + DIMS - 1 of every token, for K and for V: nothing is dequantised twice.
-// Heads are the rows (M = 16) of both products. In a warp lane = 4 n + c: token slot n of a group of 8, and the c-th
-// quarter of the warp's dims. Compiled at run time; the host defines WARPS, CTAS_PER_SM, STAGES, SCALE_PITCH (bytes from
-// one token's scales to the next) and SHARED_BYTES.
+// A CTA is one warpgroup and takes 64 tokens a step; warp w dequantises tokens 16 w .. 16 w + 15, once, for K and V alike.
+// Heads are the columns (N = 16) of both products, so no part of the tensor cores' work is padding. Lane = 4 g + t: token
+// slots g and g + 8 of the warp's 16, and the t-th quarter of each 128 dims. Compiled at run time; the host defines
+// SCALE_PITCH (bytes from one token's scales to the next) and SHARED_BYTES.
 
 #include "ptx.cuh"
 
@@ -16,54 +17,25 @@ constexpr int HEADS = 16;
 constexpr int LATENT = 512;
 constexpr int QK_DIM = 576;
 constexpr int TOKEN_BYTES = 288;
-constexpr int ROPE_BYTE = 256;            // offset of the RoPE codes in a token's 288 bytes
-constexpr int ROPE_BLOCK = 16;            // first scale block of RoPE
-constexpr int THREADS = 32 * WARPS;
-constexpr int GROUPS = WARPS / 2;         // groups of 8 tokens per step; two warps share the RoPE dims of one group
-constexpr int STEP = 8 * GROUPS;          // tokens of one pass through both products, and of one stage of the ring
-constexpr int DIMS = LATENT / WARPS;      // latent dims of a warp
-constexpr int WORDS = DIMS / 32;          // 8-code words of a lane, per token
-constexpr int TILES = DIMS / 8;           // n-tiles of the second product: accumulators are 16 heads x 8 dims
-constexpr int QUADS = 4 * WORDS;          // float4 of accumulators per thread
-constexpr int STAGE_BYTES = STEP * (TOKEN_BYTES + SCALE_PITCH) + 16; // packed codes, then scales cut at 16 bytes
+constexpr int ROPE_BYTE = 256;  // offset of the RoPE codes in a token's 288 bytes
+constexpr int ROPE_BLOCK = 16;  // first scale block of RoPE
+constexpr int WARPS = 4;
+constexpr int THREADS = 128;
+constexpr int STEP = 64;        // tokens of one pass through both products: the M of wgmma
+constexpr int WARP_TOKENS = 16;
+constexpr int CHUNKS = LATENT / 64;  // 64 dims are 128 bytes, the width of the swizzle
+constexpr int CHUNK_BYTES = STEP * 128;
+constexpr int Q_CHUNK_BYTES = HEADS * 128;
+constexpr int PACKED_BYTES = WARP_TOKENS * (TOKEN_BYTES + SCALE_PITCH) + 16; // codes, then scales cut at 16 bytes
+// Floats between a fragment's 16 rows, chunks and heads in shared memory; neither the stores of fragments nor the loads of
+// the merge then meet a bank twice.
+constexpr int ACC_ROWS = 20, ACC_CHUNK = 4 * ACC_ROWS, ACC_HEAD = CHUNKS * ACC_CHUNK + 4;
+constexpr int HEAD_QUADS = LATENT / 4, QUADS = HEADS * HEAD_QUADS;
 constexpr int MAX_CLUSTER = 16;
 constexpr float NO_MAX = -3.402823466e38f;
 // Weights may grow to 2^12 above the running maximum before it moves: bf16 and float32 have the range, so
 // precision is untouched, and in practice the maximum is settled after the first step.
 constexpr float WEIGHT_LIMIT = 4096.0f;
-
-static_assert(WARPS == 4 || WARPS == 8, "a lane holds a scale block or half of one");
-static_assert(STEP % 16 == 0, "one k-step of the second product is 16 tokens; keeps copies of scales 16-byte aligned");
-
-struct Shared {
-  // Stores of 8 bytes a lane take a third pass where they begin between two lines of 128 bytes.
-  union __align__(128) Tiles {
-    u8 ring[STAGES][STAGE_BYTES];
-    float4 acc[QUADS][THREADS]; // this CTA's accumulators, for the merge
-  } tiles;
-  // [fragment 2 group + row half][source][lane]: sources are the warps, then the two warps with the group's RoPE scores.
-  float2 partial[2 * GROUPS][WARPS + 2][32];
-  u32 weights[2 * GROUPS][32];           // P, fragments in the same order: registers of A operands
-  uint4 q_rope[2][THREADS];              // [k-step][thread]: A operands of this thread's RoPE word
-  float2 stats[MAX_CLUSTER][HEADS];      // maximum and sum of weights of each CTA of the cluster
-  float tile_max[GROUPS][HEADS];
-  float tile_sum[GROUPS][HEADS];
-  float running_max[HEADS];
-  float sum[HEADS];
-  u64 full[STAGES];
-  u32 over;        // set by a thread whose weights exceed WEIGHT_LIMIT
-  u32 last;
-};
-// Offsets for the helpers that take addresses.
-constexpr int PARTIAL = sizeof(Shared::Tiles);
-constexpr int SOURCE = sizeof(float2) * 32;
-constexpr int FRAGMENT = SOURCE * (WARPS + 2);
-constexpr int WEIGHTS = PARTIAL + 2 * GROUPS * FRAGMENT;
-constexpr int Q_ROPE = WEIGHTS + 2 * GROUPS * 128;
-constexpr int STATS = Q_ROPE + 2 * 16 * THREADS;
-constexpr int FULL = STATS + MAX_CLUSTER * HEADS * 8 + (2 * GROUPS + 2) * HEADS * 4;
-constexpr int OVER = FULL + 8 * STAGES;
-static_assert(sizeof(Shared) == SHARED_BYTES, "the host launches with another size");
 
 struct Args {
   const u8* q;           // bf16 [batch, 16, 576]
@@ -71,12 +43,52 @@ struct Args {
   const u8* scale;       // [tokens, 18], rows SCALE_PITCH bytes apart
   const int* kv_indptr;  // [batch + 1]
   u8* out;               // bf16 [batch, 16, 512]
-  float4* parts;         // [2 clusters, QUADS, THREADS]: unnormalised sums of clusters that share a sequence
+  float4* parts;         // [2 clusters, 16, 512 / 4]: unnormalised sums of clusters that share a sequence
   float2* part_stats;    // [2 clusters, 16 ranks, 16]: maximum (log2), sum of weights
   u32* arrivals;         // [batch, 16 ranks], zero between launches
-  float log2_scale; // sm_scale * log2(e)
+  float log2_scale;      // sm_scale * log2(e)
   int batch;
 };
+
+// Clusters take equal shares of all tokens, cut at multiples of `grain` tokens, crossing sequences. Tokens are counted
+// from the first sequence's first.
+struct Schedule {
+  u32 grain, share, longer; // the first `longer` clusters take share + 1 grains, the others share
+  int base, total;          // the first sequence's first token in the cache; tokens of all sequences
+  __device__ int begin(u32 cluster) const { return (int)min((u32)total, (cluster * share + min(cluster, longer)) * grain); }
+  __device__ u32 owner(u32 token) const {
+    const u32 unit = token / grain, head = longer * (share + 1);
+    return unit < head ? unit / (share + 1) : longer + (unit - head) / share;
+  }
+};
+
+// What a cluster takes of one sequence.
+struct Segment {
+  int b, begin, end; // the sequence and its bounds
+  int from, stop;    // the cluster's part
+  int first, count;  // this CTA's part of that
+};
+
+struct Shared {
+  union Tiles {
+    u8 v[CHUNKS][CHUNK_BYTES];         // [chunk of 64 dims][token][128 bytes, swizzled]
+    float acc[HEADS][ACC_HEAD];        // this CTA's accumulators, for the merge
+  } tiles;
+  u8 q[QK_DIM / 64][Q_CHUNK_BYTES];    // [chunk of 64 dims][head][128 bytes, swizzled], dims in the order of K's registers
+  u8 weights[HEADS * 128];             // P: [head][64 tokens, swizzled]
+  u8 packed[WARPS][PACKED_BYTES];
+  float2 stats[MAX_CLUSTER][HEADS];    // maximum and sum of weights of each CTA of the cluster
+  float warp_max[WARPS][HEADS];
+  float warp_sum[WARPS][HEADS];
+  float running_max[HEADS];
+  float sum[HEADS];
+  u64 full[WARPS];
+  Schedule schedule; // kept here and not in registers while the loop runs, which needs them all
+  Segment segment, next;
+  u32 last;
+};
+static_assert(sizeof(Shared) <= SHARED_BYTES, "the host launches with less");
+static_assert(PACKED_BYTES % 16 == 0, "bulk copies go to 16-byte addresses");
 
 // Eight e2m1 codes -> four bf16 pairs (n_i, n_{i+4}). A code `s eem` moved to bits 15 and 8..6 of a bf16 is its value
 // times 2^-126 (a subnormal where e = 0), so one exact multiply by 2^126 times the scale finishes it.
@@ -98,310 +110,353 @@ __device__ __forceinline__ u32 wide_factor(int b) {
   return f * 0x00010001u;
 }
 
-// Token of slot n inside its group of 8. With this order the eight lanes of a shared-memory phase read two tokens
+// Token of slot g inside its group of 8. With this order the eight lanes of a shared-memory phase read two tokens
 // whose 288-byte rows are 16 banks apart, so 16-byte loads do not conflict.
-__device__ __forceinline__ int slot_token(int n) { return (n & 4) | ((n & 1) << 1) | ((n >> 1) & 1); }
+__device__ __forceinline__ int slot_token(int g) { return (g & 4) | ((g & 1) << 1) | ((g >> 1) & 1); }
 
-// State of one thread for one segment: everything that lives in registers across steps.
 struct Thread {
-  int lane, warp, n, c;
-  u32 shared; // address of Shared
-  u32 store;  // address of this warp's partial scores in fragment 0
-  u32 gather; // address of source 0 in the fragment that this warp sums
-  u32 q[2 * WORDS][4]; // A operands of the first product: heads n and n + 8, this lane's dims
-  float acc[TILES][4];
-  float max; // running maximum (log2) of head n + 8 (warp & 1)
-  float sum; // weights seen so far of that head, this thread's tokens
+  int lane, warp, g, t;
+  float acc[CHUNKS][8]; // O^T: dims 16 warp + g and + 8 of each chunk; heads as below
+  float sum[4];         // weights of heads 2 t, 2 t + 1, 2 t + 8, 2 t + 9 seen so far, this lane's tokens
 };
 
-// Eight bf16 dims d0..d7 of two heads -> the A operands of two k-steps, in the pairs (d_i, d_{i+4}) of dequant_word.
-__device__ __forceinline__ void pair_dims(uint4 lo, uint4 hi, u32 (&first)[4], u32 (&second)[4]) {
-  first[0] = __byte_perm(lo.x, lo.z, 0x5410);
-  first[1] = __byte_perm(hi.x, hi.z, 0x5410);
-  first[2] = __byte_perm(lo.x, lo.z, 0x7632);
-  first[3] = __byte_perm(hi.x, hi.z, 0x7632);
-  second[0] = __byte_perm(lo.y, lo.w, 0x5410);
-  second[1] = __byte_perm(hi.y, hi.w, 0x5410);
-  second[2] = __byte_perm(lo.y, lo.w, 0x7632);
-  second[3] = __byte_perm(hi.y, hi.w, 0x7632);
-}
-
-__device__ __forceinline__ void load_q(Shared& sh, Thread& t, const u8* q) {
-  const u8* lo = q + t.n * (QK_DIM * 2);
-  const u8* hi = lo + 8 * (QK_DIM * 2);
-  const int latent = (DIMS * t.warp + DIMS / 4 * t.c) * 2;
+// Q into the order of K's registers. A word of 8 dims becomes four pairs (d_i, d_{i+4}), the halves of two k-steps; eight
+// threads share a head, and a thread's words are eight apart.
+__device__ __forceinline__ void load_q(Shared& sh, const u8* q) {
+  const int head = threadIdx.x / 8, part = threadIdx.x % 8;
+  uint4 x[9];
 #pragma unroll
-  for (int j = 0; j < WORDS; j++) {
-    pair_dims(__ldg((const uint4*)(lo + latent) + j), __ldg((const uint4*)(hi + latent) + j), t.q[2 * j],
-              t.q[2 * j + 1]);
+  for (int i = 0; i < 9; i++) x[i] = __ldg((const uint4*)q + head * (QK_DIM / 8) + part + 8 * i);
+  const int segment = 4 * (part % 2), turn = head % 8;
+  u8* latent = sh.q[part % 4 / 2] + head * 128 + 4 * (part / 4);
+  u8* rope = sh.q[CHUNKS] + head * 128 + 4 * (part / 2);
+#pragma unroll
+  for (int i = 0; i < 9; i++) {
+    u8* at = i < 8 ? latent + i / 2 * 2 * Q_CHUNK_BYTES + 8 * (i % 2) : rope;
+    *(u32*)(at + ((segment + 0) ^ turn) * 16) = __byte_perm(x[i].x, x[i].z, 0x5410);
+    *(u32*)(at + ((segment + 1) ^ turn) * 16) = __byte_perm(x[i].x, x[i].z, 0x7632);
+    *(u32*)(at + ((segment + 2) ^ turn) * 16) = __byte_perm(x[i].y, x[i].w, 0x5410);
+    *(u32*)(at + ((segment + 3) ^ turn) * 16) = __byte_perm(x[i].y, x[i].w, 0x7632);
   }
-  const int rope = (LATENT + 16 * t.c + 8 * (t.warp & 1)) * 2;
-  u32 first[4], second[4];
-  pair_dims(__ldg((const uint4*)(lo + rope)), __ldg((const uint4*)(hi + rope)), first, second);
-  sh.q_rope[0][threadIdx.x] = {first[0], first[1], first[2], first[3]};
-  sh.q_rope[1][threadIdx.x] = {second[0], second[1], second[2], second[3]};
+  fence_before_bulk();
 }
 
+// One warp's 16 tokens of one step, two of them a lane: blocks t, 4 + t, 8 + t, 12 + t and half of a RoPE block.
 struct Packed {
-  u32 word[GROUPS][WORDS];
-  u32 rope;
-  int scale[GROUPS];
-  int rope_scale;
+  u32 word[2][4][4];
+  u32 rope[2][2];
+  int scale[2][4];
+  int rope_scale[2];
 };
 
-template <int GROUP>
-__device__ __forceinline__ void store_partial(u32 at, const float (&s)[4]) {
-  sts_float2<2 * GROUP * FRAGMENT>(at, s[0], s[1]);
-  sts_float2<(2 * GROUP + 1) * FRAGMENT>(at, s[2], s[3]);
+__device__ __forceinline__ void load_packed(Packed& x, u32 data, u32 scale, u32 rope, u32 rope_scale) {
+  constexpr int ROW = 8 * TOKEN_BYTES, SCALE_ROW = 8 * SCALE_PITCH;
+  lds64<0>(rope, x.rope[0]);
+  lds64<ROW>(rope, x.rope[1]);
+  x.rope_scale[0] = lds8<0>(rope_scale);
+  x.rope_scale[1] = lds8<SCALE_ROW>(rope_scale);
+  x.scale[0][0] = lds8<0>(scale);
+  x.scale[1][0] = lds8<SCALE_ROW>(scale);
+  x.scale[0][1] = lds8<4>(scale);
+  x.scale[1][1] = lds8<SCALE_ROW + 4>(scale);
+  x.scale[0][2] = lds8<8>(scale);
+  x.scale[1][2] = lds8<SCALE_ROW + 8>(scale);
+  x.scale[0][3] = lds8<12>(scale);
+  x.scale[1][3] = lds8<SCALE_ROW + 12>(scale);
+  lds128<0>(data, x.word[0][0]);
+  lds128<ROW>(data, x.word[1][0]);
+  lds128<64>(data, x.word[0][1]);
+  lds128<ROW + 64>(data, x.word[1][1]);
+  lds128<128>(data, x.word[0][2]);
+  lds128<ROW + 128>(data, x.word[1][2]);
+  lds128<192>(data, x.word[0][3]);
+  lds128<ROW + 192>(data, x.word[1][3]);
 }
 
-// Dequantises this warp's dims of one step, hands out partial scores, leaves V's B operands in v. Warps 2 g and 2 g + 1
-// compute the RoPE scores of group g, half of the dims each.
+// WORDS words of one scale block of one token.
+template <bool WIDE, int WORDS>
+__device__ __forceinline__ void dequant_words(const u32* word, int scale, u32* r) {
+  const u32 factor = scale_factor(WIDE ? min(scale, 128) : scale);
+#pragma unroll
+  for (int i = 0; i < WORDS; i++) dequant_word(word[i], factor, r + 4 * i);
+  if (WIDE) {
+    const u32 extra = wide_factor(scale);
+#pragma unroll
+    for (int i = 0; i < 4 * WORDS; i++) r[i] = mul_bf16x2(r[i], extra);
+  }
+}
+
+// 64 dims of this warp's tokens, in the order of the products' k-steps.
+struct Fragment {
+  u32 lo[8], hi[8]; // token slots g and g + 8
+};
+
 template <bool WIDE>
-__device__ __forceinline__ void score_step(const Thread& t, const Packed& x, u32 (&v)[GROUPS][TILES]) {
-  {
-    u32 rope[4], first[4], second[4];
-    dequant_word(x.rope, scale_factor(WIDE ? min(x.rope_scale, 128) : x.rope_scale), rope);
-    if (WIDE) {
+__device__ __forceinline__ void dequant_chunk(const Packed& x, int c, Fragment& f) {
+  dequant_words<WIDE, 2>(&x.word[0][c / 2][c % 2 * 2], x.scale[0][c / 2], f.lo);
+  dequant_words<WIDE, 2>(&x.word[1][c / 2][c % 2 * 2], x.scale[1][c / 2], f.hi);
+}
+
+template <int STEPS>
+__device__ __forceinline__ void score_steps(float (&s)[2][8], const u32* lo, const u32* hi, u32 q, bool add) {
 #pragma unroll
-      for (int i = 0; i < 4; i++) rope[i] = mul_bf16x2(rope[i], wide_factor(x.rope_scale));
-    }
-    const u32 q_rope = t.shared + (512 * t.warp + 16 * t.lane);
-    lds128<Q_ROPE>(q_rope, first);
-    lds128<Q_ROPE + 16 * THREADS>(q_rope, second);
-    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-    mma(s, first, rope[0], rope[1]);
-    mma(s, second, rope[2], rope[3]);
-    // Fragments 2 (warp / 2) and the next, source WARPS + (warp & 1).
-    const u32 at = t.store + (2 * FRAGMENT * (t.warp >> 1) + SOURCE * (WARPS + (t.warp & 1) - t.warp));
-    sts_float2<0>(at, s[0], s[1]);
-    sts_float2<FRAGMENT>(at, s[2], s[3]);
-  }
+  for (int k = 0; k < STEPS; k++)
+    wgmma_registers(s[k & 1], lo[2 * k], hi[2 * k], lo[2 * k + 1], hi[2 * k + 1], q + 32 * k / 16, add || k > 1);
+}
+
+// The same registers, as 128-byte rows [token][64 dims] whose 16-byte segments are swizzled by the row: operand V.
+template <int CHUNK>
+__device__ __forceinline__ void store_chunk(const u32 (&row)[4], const Fragment& f) {
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-    const u32 factor = scale_factor(WIDE ? min(x.scale[g], 128) : x.scale[g]);
-    const u32 extra = WIDE ? wide_factor(x.scale[g]) : 0;
-    float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll
-    for (int j = 0; j < WORDS; j++) {
-      u32 r[4];
-      dequant_word(x.word[g][j], factor, r);
-      if (WIDE) {
-#pragma unroll
-        for (int i = 0; i < 4; i++) r[i] = mul_bf16x2(r[i], extra);
-      }
-      mma(s, t.q[2 * j], r[0], r[1]);
-      mma(s, t.q[2 * j + 1], r[2], r[3]);
-#pragma unroll
-      for (int i = 0; i < 4; i++) v[g][4 * j + i] = transpose8x8(r[i]);
-    }
-    if (g == 0) store_partial<0>(t.store, s);
-    if (g == 1) store_partial<1>(t.store, s);
-    if (g == 2) store_partial<2>(t.store, s);
-    if (g == 3) store_partial<3>(t.store, s);
+  for (int k = 0; k < 4; k++) {
+    const u32 quad[4] = {f.lo[2 * k], f.hi[2 * k], f.lo[2 * k + 1], f.hi[2 * k + 1]};
+    stmatrix4<CHUNK * CHUNK_BYTES>(row[k], quad);
   }
 }
 
-// Scores of this thread's head and two tokens: the sum over all warps' dims, in q.k. With TAIL only the first `left`
-// tokens of the step exist.
-template <bool TAIL>
-__device__ __forceinline__ float2 gather_scores(const Thread& t, int left) {
-  float2 x[WARPS + 2];
-  x[0] = lds_float2<0>(t.gather);
-  x[1] = lds_float2<SOURCE>(t.gather);
-  x[2] = lds_float2<2 * SOURCE>(t.gather);
-  x[3] = lds_float2<3 * SOURCE>(t.gather);
-  x[4] = lds_float2<4 * SOURCE>(t.gather);
-  x[5] = lds_float2<5 * SOURCE>(t.gather);
-  if (WARPS == 8) {
-    x[6 % (WARPS + 2)] = lds_float2<6 * SOURCE>(t.gather);
-    x[7 % (WARPS + 2)] = lds_float2<7 * SOURCE>(t.gather);
-    x[8 % (WARPS + 2)] = lds_float2<8 * SOURCE>(t.gather);
-    x[9 % (WARPS + 2)] = lds_float2<9 * SOURCE>(t.gather);
-  }
-  float2 s = x[0];
-#pragma unroll
-  for (int w = 1; w < WARPS + 2; w++) {
-    s.x += x[w].x;
-    s.y += x[w].y;
-  }
-  if (TAIL) {
-    int first = 8 * (t.warp >> 1);
-    if (first + slot_token(2 * t.c) >= left) s.x = -__int_as_float(0x7F800000);
-    if (first + slot_token(2 * t.c + 1) >= left) s.y = -__int_as_float(0x7F800000);
-  }
-  return s;
-}
-
-// Moves the running maximum to this step's and rescales what was summed so far. All threads of the CTA.
-template <bool TAIL>
-__device__ __forceinline__ float2 raise_max(Shared& sh, Thread& t, float log2_scale, int left) {
-  float2 s = gather_scores<TAIL>(t, left);
-  s.x *= log2_scale;
-  s.y *= log2_scale;
-  float top = fmaxf(s.x, s.y);
-  top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 1));
-  top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, 2));
-  int head = t.n + 8 * (t.warp & 1);
-  if (t.c == 0) sh.tile_max[t.warp >> 1][head] = top;
-  __syncthreads();
-  float old_lo = sh.running_max[t.n], old_hi = sh.running_max[t.n + 8];
-  float new_lo = old_lo, new_hi = old_hi;
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
-    new_lo = fmaxf(new_lo, sh.tile_max[g][t.n]);
-    new_hi = fmaxf(new_hi, sh.tile_max[g][t.n + 8]);
-  }
-  __syncthreads();
-  if (t.c == 0 && t.warp < 2) sh.running_max[head] = t.warp ? new_hi : new_lo;
-  sh.over = 0;
-  float shrink_lo = exp2_approx(old_lo - new_lo), shrink_hi = exp2_approx(old_hi - new_hi);
-#pragma unroll
-  for (int r = 0; r < TILES; r++) {
-    t.acc[r][0] *= shrink_lo;
-    t.acc[r][1] *= shrink_lo;
-    t.acc[r][2] *= shrink_hi;
-    t.acc[r][3] *= shrink_hi;
-  }
-  t.sum *= (t.warp & 1) ? shrink_hi : shrink_lo;
-  t.max = (t.warp & 1) ? new_hi : new_lo;
-  float2 p = {exp2_approx(s.x - t.max), exp2_approx(s.y - t.max)};
-  sh.weights[t.warp][t.lane] = pack_bf16(p.x, p.y);
-  __syncthreads();
-  return p;
-}
-
-// Where a thread finds its codes and scales in a stage.
-struct Offsets {
-  u32 data, scale, rope, rope_scale;
+// Addresses and operands of a thread, the same in every step.
+struct Places {
+  u32 data, rope, scale, rope_scale; // in this warp's packed tokens
+  u32 v_row[4];                      // the row that this lane gives to stmatrix in each k-step
+  u32 p_row;
 };
 
-__device__ __forceinline__ void load_packed(Packed& x, u32 stage, const Offsets& at) {
-  constexpr int DATA_GROUP = 8 * TOKEN_BYTES, SCALE_GROUP = 8 * SCALE_PITCH;
-  const u32 data = stage + at.data, scale = stage + at.scale;
-  if (WORDS == 4) {
-    lds128<0>(data, x.word[0]);
-    lds128<DATA_GROUP>(data, x.word[1]);
-  } else {
-    lds64<0>(data, x.word[0]);
-    lds64<DATA_GROUP>(data, x.word[1]);
-    lds64<2 * DATA_GROUP>(data, x.word[2 % GROUPS]);
-    lds64<3 * DATA_GROUP>(data, x.word[3 % GROUPS]);
+// Dequantises this warp's tokens once: products with Q into s, V into shared memory. The products with V of the step before
+// may be under way; the first products with Q queue behind them.
+template <bool WIDE>
+__device__ __forceinline__ void score_step(const Shared& sh, const Packed& x, const Places& at, float (&s)[2][8]) {
+  const u32 q = swizzled_operand(smem_u32(sh.q));
+  Fragment f[2];
+  {
+    Fragment rope;
+    dequant_words<WIDE, 2>(x.rope[0], x.rope_scale[0], rope.lo);
+    dequant_words<WIDE, 2>(x.rope[1], x.rope_scale[1], rope.hi);
+    dequant_chunk<WIDE>(x, 0, f[0]);
+    dequant_chunk<WIDE>(x, 1, f[1]);
+    wgmma_fence();
+    score_steps<4>(s, rope.lo, rope.hi, q + CHUNKS * Q_CHUNK_BYTES / 16, false);
+    score_steps<4>(s, f[0].lo, f[0].hi, q, true);
+    score_steps<4>(s, f[1].lo, f[1].hi, q + Q_CHUNK_BYTES / 16, true);
+    wgmma_commit();
+    wgmma_wait<1>(); // the products with V
+    __syncthreads(); // in every warp
+    store_chunk<0>(at.v_row, f[0]);
+    store_chunk<1>(at.v_row, f[1]);
   }
-  x.scale[0] = lds8<0>(scale);
-  x.scale[1] = lds8<SCALE_GROUP>(scale);
-  if (GROUPS == 4) {
-    x.scale[2 % GROUPS] = lds8<2 * SCALE_GROUP>(scale);
-    x.scale[3 % GROUPS] = lds8<3 * SCALE_GROUP>(scale);
+#pragma unroll
+  for (int c = 2; c < CHUNKS; c++) {
+    Fragment& next = f[c & 1];
+    dequant_chunk<WIDE>(x, c, next);
+    wgmma_fence();
+    score_steps<4>(s, next.lo, next.hi, q + c * Q_CHUNK_BYTES / 16, true);
+    wgmma_commit();
+    if (c == 2) store_chunk<2>(at.v_row, next);
+    if (c == 3) store_chunk<3>(at.v_row, next);
+    if (c == 4) store_chunk<4>(at.v_row, next);
+    if (c == 5) store_chunk<5>(at.v_row, next);
+    if (c == 6) store_chunk<6>(at.v_row, next);
+    if (c == 7) store_chunk<7>(at.v_row, next);
+    if (c < CHUNKS - 1) wgmma_wait<1>();
   }
-  x.rope = lds32<0>(stage + at.rope);
-  x.rope_scale = lds8<0>(stage + at.rope_scale);
 }
 
-// One step from the stage at offset `stage`: scores, weights, weighted values.
-template <bool TAIL>
-__device__ __forceinline__ void step(Shared& sh, Thread& t, float log2_scale, u32 stage, const Offsets& at, int left) {
-  Packed x;
-  load_packed(x, stage, at);
-  if (TAIL) { // what lies beyond the last token counts as zero
-    const int token = slot_token(t.n);
+// Moves the running maximum to this step's scores e (log2) and rescales what was summed so far. All threads of the CTA;
+// no product is under way.
+__device__ __forceinline__ void raise_max(Shared& sh, Thread& t, const float (&e)[8]) {
+  float top[4] = {fmaxf(e[0], e[2]), fmaxf(e[1], e[3]), fmaxf(e[4], e[6]), fmaxf(e[5], e[7])};
 #pragma unroll
-    for (int g = 0; g < GROUPS; g++) {
-      if (token + 8 * g >= left) x.scale[g] = NO_TOKEN;
+  for (int i = 0; i < 4; i++) {
+    top[i] = fmaxf(top[i], __shfl_xor_sync(0xFFFFFFFFu, top[i], 4));
+    top[i] = fmaxf(top[i], __shfl_xor_sync(0xFFFFFFFFu, top[i], 8));
+    top[i] = fmaxf(top[i], __shfl_xor_sync(0xFFFFFFFFu, top[i], 16));
+    const int head = 2 * t.t + (i & 1) + 8 * (i >> 1);
+    if (t.g == 0) sh.warp_max[t.warp][head] = top[i];
+  }
+  __syncthreads();
+  float max[4];
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int head = 2 * t.t + (i & 1) + 8 * (i >> 1);
+    const float old = sh.running_max[head];
+    max[i] = old;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) max[i] = fmaxf(max[i], sh.warp_max[w][head]);
+    const float shrink = exp2_approx(old - max[i]);
+#pragma unroll
+    for (int c = 0; c < CHUNKS; c++) {
+      t.acc[c][(i & 1) + 4 * (i >> 1)] *= shrink;
+      t.acc[c][(i & 1) + 4 * (i >> 1) + 2] *= shrink;
     }
-    if (token + 8 * (t.warp >> 1) >= left) x.rope_scale = NO_TOKEN;
+    t.sum[i] *= shrink;
   }
-  int largest = x.rope_scale;
-#pragma unroll
-  for (int g = 0; g < GROUPS; g++) largest = max(largest, x.scale[g]);
-  u32 v[GROUPS][TILES];
-  if (__any_sync(0xFFFFFFFFu, largest > 128)) score_step<true>(t, x, v);
-  else score_step<false>(t, x, v);
   __syncthreads();
-  float2 e = gather_scores<TAIL>(t, left);
-  float2 p = {exp2_approx(fmaf(e.x, log2_scale, -t.max)), exp2_approx(fmaf(e.y, log2_scale, -t.max))};
-  sts32<WEIGHTS>(t.shared + (128 * t.warp + 4 * t.lane), pack_bf16(p.x, p.y));
-  if (p.x + p.y > WEIGHT_LIMIT) sts32<OVER>(t.shared, 1);
+  if (t.warp == 0 && t.g == 0) {
+#pragma unroll
+    for (int i = 0; i < 4; i++) sh.running_max[2 * t.t + (i & 1) + 8 * (i >> 1)] = max[i];
+  }
   __syncthreads();
-  const u32 weights = t.shared + 16 * t.lane;
-  u32 w[4];
-  ldmatrix4<WEIGHTS>(weights, w);
-  if (lds32<OVER>(t.shared)) {
-    p = raise_max<TAIL>(sh, t, log2_scale, left);
-    ldmatrix4<WEIGHTS>(weights, w);
-  }
-  t.sum += p.x + p.y;
-#pragma unroll
-  for (int r = 0; r < TILES; r++) mma(t.acc[r], w, v[0][r], v[1][r]);
-  if (GROUPS == 4) {
-    ldmatrix4<WEIGHTS + 512>(weights, w);
-#pragma unroll
-    for (int r = 0; r < TILES; r++) mma(t.acc[r], w, v[2 % GROUPS][r], v[3 % GROUPS][r]);
-  }
 }
 
-// Tokens [first, first + count) of one sequence: fills acc, max and sum. `turn` counts stages since the kernel began.
-__device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, i64 first, int count, u32& turn) {
-  t.max = NO_MAX;
-  t.sum = 0.0f;
+// Weights of this lane's tokens from scores e (log2) and the running maximum: into shared memory as operand P, and added up
+// per head. Returns the largest.
+__device__ __forceinline__ float weigh(const Shared& sh, int t, u32 p_row, const float (&e)[8], float (&added)[4]) {
+  const float2 lo = *(const float2*)&sh.running_max[2 * t], hi = *(const float2*)&sh.running_max[2 * t + 8];
+  const float max[4] = {lo.x, lo.y, hi.x, hi.y};
+  float p[8];
 #pragma unroll
-  for (int r = 0; r < TILES; r++) {
+  for (int i = 0; i < 8; i++) p[i] = exp2_approx(e[i] - max[(i & 1) + 2 * (i >> 2)]);
+  const u32 w[4] = {pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]), pack_bf16(p[4], p[5]), pack_bf16(p[6], p[7])};
+  stmatrix4_trans(p_row, w);
+  fence_before_bulk();
+  float top = p[0];
 #pragma unroll
-    for (int i = 0; i < 4; i++) t.acc[r][i] = 0.0f;
+  for (int i = 1; i < 8; i++) top = fmaxf(top, p[i]);
+#pragma unroll
+  for (int i = 0; i < 4; i++) added[i] = p[(i & 1) + 4 * (i >> 1)] + p[(i & 1) + 4 * (i >> 1) + 2];
+  return top;
+}
+
+// Copies are cut at 16 bytes: so many come before the scales of a token. WARP_TOKENS rows are a multiple of 16 bytes, so a
+// segment has one shift.
+__device__ __forceinline__ u32 scale_shift(const Args& a, i64 token) {
+  return (u32)(u64)(a.scale + token * SCALE_PITCH) & 15;
+}
+
+// Copies the 16 tokens that this warp takes of the step beginning at token `first`, or what is left of them. One lane.
+__device__ __forceinline__ void copy_packed(const Args& a, u32 dst, u32 bar, i64 first, int tokens) {
+  tokens = min(tokens, WARP_TOKENS);
+  const u32 shift = scale_shift(a, first);
+  const u32 scale_bytes = (shift + tokens * SCALE_PITCH + 15) & ~15u;
+  mbarrier_expect(bar, tokens * TOKEN_BYTES + scale_bytes);
+  bulk_load(dst, a.kv + first * TOKEN_BYTES, tokens * TOKEN_BYTES, bar);
+  bulk_load(dst + WARP_TOKENS * TOKEN_BYTES, a.scale + first * SCALE_PITCH - shift, scale_bytes, bar);
+}
+
+// This warp's tokens of a step, `own` of them at most 16, from shared memory to registers; whether any scale byte is over 128.
+__device__ __forceinline__ bool fetch_packed(Packed& x, const Places& at, u32 full, u32& parity, int own, int token) {
+  if (own > 0) {
+    mbarrier_wait(full, parity);
+    parity ^= 1;
   }
-  // Bulk copies are cut at 16 bytes; STEP rows of any pitch are a multiple of that, so the shift stays the same.
-  const u32 shift = (u32)(u64)(a.scale + first * SCALE_PITCH) & 15;
-  auto issue = [&](u32 slot, int done) { // one thread; the stage that begins `done` tokens into the segment
-    const int tokens = min(STEP, count - done);
-    const u32 scale_bytes = (shift + tokens * SCALE_PITCH + 15) & ~15u;
-    const u32 stage = t.shared + slot * STAGE_BYTES, bar = t.shared + FULL + 8 * slot;
-    mbarrier_expect(bar, tokens * TOKEN_BYTES + scale_bytes);
-    bulk_load(stage, a.kv + (first + done) * TOKEN_BYTES, tokens * TOKEN_BYTES, bar);
-    bulk_load(stage + STEP * TOKEN_BYTES, a.scale + (first + done) * SCALE_PITCH - shift, scale_bytes, bar);
+  load_packed(x, at.data, at.scale, at.rope, at.rope_scale);
+  if (own < WARP_TOKENS) { // what lies beyond the last token counts as zero
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      if (token + 8 * h >= own) {
+        x.rope_scale[h] = NO_TOKEN;
+#pragma unroll
+        for (int j = 0; j < 4; j++) x.scale[h][j] = NO_TOKEN;
+      }
+    }
+  }
+  int largest = max(x.rope_scale[0], x.rope_scale[1]);
+#pragma unroll
+  for (int j = 0; j < 4; j++) largest = max(largest, max(x.scale[0][j], x.scale[1][j]));
+  return largest > 128;
+}
+
+// The segment at hand, whose first step's copies and Q are under way: fills acc, sum and the running maximum.
+__device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32& parity) {
+#pragma unroll
+  for (int i = 0; i < 4; i++) t.sum[i] = 0.0f;
+  if (threadIdx.x < HEADS) sh.running_max[threadIdx.x] = NO_MAX;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) t.acc[c][i] = 0.0f;
+  }
+  const int count = sh.segment.count;
+  const u32 shift = scale_shift(a, (i64)sh.schedule.base + sh.segment.first);
+  const u32 packed = smem_u32(sh.packed[t.warp]), full = smem_u32(&sh.full[t.warp]);
+  const int token = slot_token(t.g);
+  Places at;
+  at.data = keep(packed + token * TOKEN_BYTES + 16 * t.t);
+  at.rope = keep(packed + token * TOKEN_BYTES + ROPE_BYTE + 8 * t.t);
+  const u32 scales = packed + WARP_TOKENS * TOKEN_BYTES + shift + token * SCALE_PITCH;
+  at.scale = keep(scales + t.t);
+  at.rope_scale = keep(scales + ROPE_BLOCK + (t.t >> 1));
+  // stmatrix: lane l gives the address of row l % 8 of matrix l / 8. Matrices of V: tokens 0..7 and 8..15 of this warp's,
+  // then the same for the next eight dims. Of P: tokens likewise, then the same for the next eight heads.
+  const int row = t.lane & 7, second = (t.lane >> 3) & 1, third = t.lane >> 4;
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    at.v_row[k] =
+        keep(smem_u32(sh.tiles.v) + (WARP_TOKENS * t.warp + 8 * second + row) * 128 + ((2 * k + third) ^ row) * 16);
+  at.p_row = keep(smem_u32(sh.weights) + (8 * third + row) * 128 + ((2 * t.warp + second) ^ row) * 16);
+
+  int own = count - WARP_TOKENS * t.warp; // tokens from this warp's first on
+  auto copy_next = [&] {                  // the tokens after the step that begins `own` tokens before the end
+    if (own > STEP && elect_one())
+      copy_packed(a, packed, full, (i64)sh.schedule.base + sh.segment.first + (sh.segment.count - own) + STEP, own - STEP);
   };
-  u32 slot = turn % STAGES, parity = (turn / STAGES) & 1;
-  if (threadIdx.x == 0) {
-#pragma unroll 1
-    for (int k = 0; k < STAGES - 1 && k * STEP < count; k++) issue((turn + k) % STAGES, k * STEP);
-  }
-  turn += (count + STEP - 1) / STEP;
-  const int token = slot_token(t.n), own = t.warp >> 1; // own: the group whose RoPE this warp handles
-  const Offsets at = {
-      keep(t.shared + token * TOKEN_BYTES + DIMS / 8 * t.c + DIMS / 2 * t.warp),
-      keep(t.shared + STEP * TOKEN_BYTES + shift + token * SCALE_PITCH + (DIMS / 4 * t.c) / 32 + DIMS / 32 * t.warp),
-      keep(t.shared + (token + 8 * own) * TOKEN_BYTES + ROPE_BYTE + 8 * t.c + 4 * (t.warp & 1)),
-      keep(t.shared + STEP * TOKEN_BYTES + shift + (token + 8 * own) * SCALE_PITCH + ROPE_BLOCK + (t.c >> 1))};
-  int left = count;
-#pragma unroll 1
-  while (left > 0) {
-    // The slot of the stage before is free: all its loads came before the barriers of its step.
-    if (t.warp == 0 && left > (STAGES - 1) * STEP && elect_one())
-      issue(slot ? slot - 1 : STAGES - 1, count - left + (STAGES - 1) * STEP);
-    mbarrier_wait(t.shared + FULL + 8 * slot, parity);
-    const u32 stage = slot * STAGE_BYTES;
-    if (++slot == STAGES) {
-      slot = 0;
-      parity ^= 1;
+  auto add_values = [&] {
+    const u32 v = swizzled_operand(smem_u32(sh.tiles.v)), weights = swizzled_operand(smem_u32(sh.weights));
+    wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; k++) {
+#pragma unroll
+      for (int c = 0; c < CHUNKS; c++)
+        wgmma_transposed(t.acc[c], v + (c * CHUNK_BYTES + 2048 * k) / 16, weights + 32 * k / 16);
     }
-    if (left < STEP) break;
-    step<false>(sh, t, a.log2_scale, stage, at, left);
-    left -= STEP;
+    wgmma_commit();
+  };
+  if (count <= 0) return;
+  Packed x;
+  bool wide = barrier_any(fetch_packed(x, at, full, parity, own, token)); // and Q is in place
+  copy_next();
+  int left = count;
+  // The inner loop holds the usual step and nothing else that touches the accumulators, so that products run across steps.
+  // It begins with the values of the step before.
+#pragma unroll 1
+  while (true) {
+    float e[8], added[4];
+    bool over;
+#pragma unroll 1
+    do {
+      if (left < count) add_values();
+      float s[2][8];
+      if (wide) score_step<true>(sh, x, at, s);
+      else score_step<false>(sh, x, at, s);
+      // The next step's tokens, while the last products are under way.
+      const bool next_wide = fetch_packed(x, at, full, parity, own - STEP, token);
+      wgmma_wait<0>();
+#pragma unroll
+      for (int i = 0; i < 8; i++) e[i] = (s[0][i] + s[1][i]) * a.log2_scale;
+      if (own < WARP_TOKENS) {
+#pragma unroll
+        for (int i = 0; i < 8; i++) {
+          if (token + 8 * ((i >> 1) & 1) >= own) e[i] = -__int_as_float(0x7F800000);
+        }
+      }
+      const bool high = weigh(sh, t.t, at.p_row, e, added) > WEIGHT_LIMIT;
+      over = wide = false;
+      if (barrier_any(high || next_wide)) {
+        wide = barrier_any(next_wide);
+        over = barrier_any(high);
+      }
+      left -= STEP;
+      own -= STEP;
+      copy_next();
+      if (over) break;
+#pragma unroll
+      for (int i = 0; i < 4; i++) t.sum[i] += added[i];
+    } while (left > 0);
+    if (!over) break;
+    raise_max(sh, t, e);
+    weigh(sh, t.t, at.p_row, e, added);
+#pragma unroll
+    for (int i = 0; i < 4; i++) t.sum[i] += added[i];
+    __syncthreads();
+    if (left <= 0) break;
   }
-  if (left > 0) step<true>(sh, t, a.log2_scale, (slot ? slot - 1 : STAGES - 1) * STAGE_BYTES, at, left);
+  add_values();
+  wgmma_wait<0>();
 }
 
-// Quad k = 2 WORDS half + 2 word + odd of a thread: four consecutive dims of head n + 8 half.
-__device__ __forceinline__ float4 acc_quad(const Thread& t, int k) {
-  int half = k / (2 * WORDS), j = (k >> 1) % WORDS, e = k & 1;
-  return {t.acc[4 * j][2 * half + e], t.acc[4 * j + 1][2 * half + e], t.acc[4 * j + 2][2 * half + e],
-          t.acc[4 * j + 3][2 * half + e]};
-}
-
-// Writes one quad of the thread `owner` (its lane is this thread's).
-__device__ __forceinline__ void store_quad(const Thread& t, u8* out_row, int k, u32 owner, float4 x, float inv) {
-  int head = t.n + 8 * (k / (2 * WORDS));
-  int dim = DIMS * (owner / 32) + DIMS / 4 * t.c + 4 * (k % (2 * WORDS));
-  *(uint2*)(out_row + (head * LATENT + dim) * 2) = {pack_bf16(x.x * inv, x.y * inv), pack_bf16(x.z * inv, x.w * inv)};
+// Quad j of a head: dims d, d + 4, d + 1, d + 5 with d = 8 (j / 2) + 2 (j % 2). That is how the order of the k-steps leaves
+// them: two neighbours in each of two rows, eight apart, of a chunk's fragment.
+__device__ __forceinline__ int quad_place(u32 j) {
+  return (2 * (j >> 5) + ((j >> 2) & 1)) * ACC_CHUNK + (j & 3) * ACC_ROWS + 2 * ((j >> 3) & 3);
 }
 
 __device__ __forceinline__ void add_scaled(float4& r, float w, float4 x) {
@@ -411,23 +466,189 @@ __device__ __forceinline__ void add_scaled(float4& r, float w, float4 x) {
   r.w += w * x.w;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) mla_decode_mxfp4(const __grid_constant__ Args a) {
+// This CTA's part of what `cluster` takes of sequence b from token `from` on.
+__device__ __forceinline__ Segment make_segment(const Schedule& s, u32 cluster, u32 rank, u32 size, int b, int from, int begin,
+                                                int end) {
+  Segment r;
+  r.b = b;
+  r.begin = begin;
+  r.end = end;
+  r.from = from;
+  r.stop = min(s.begin(cluster + 1), end);
+  const int per_cta = ((r.stop - from + s.grain - 1) / s.grain) * STEP;
+  r.first = min(r.stop, from + (int)rank * per_cta);
+  r.count = min(r.stop - r.first, per_cta);
+  return r;
+}
+
+// The first copies of sh.segment, and its Q.
+__device__ __forceinline__ void begin_segment(Shared& sh, const Thread& t, const Args& a) {
+  const int count = sh.segment.count - WARP_TOKENS * t.warp;
+  if (count > 0 && elect_one())
+    copy_packed(a, smem_u32(sh.packed[t.warp]), smem_u32(&sh.full[t.warp]),
+                (i64)sh.schedule.base + sh.segment.first + WARP_TOKENS * t.warp, count);
+  load_q(sh, a.q + (i64)sh.segment.b * (HEADS * QK_DIM * 2));
+}
+
+// Sums over parts [16 heads, 512] of four dims each in BATCH heads a thread, and over UNROLL parts at once, so that many
+// loads are in flight together. stat(part, head): maximum and sum of weights; quad(part, head, j): its numbers;
+// done(head, j, numbers, sum of weights).
+template <u32 BATCH, u32 UNROLL, class Stat, class Quad, class Done>
+__device__ __forceinline__ void merge_quads(u32 parts, u32 base, Stat&& stat, Quad&& quad, Done&& done) {
+  const u32 head = base / HEAD_QUADS, j = base % HEAD_QUADS; // the others of the batch lie whole heads further
+  float top[BATCH], sum[BATCH];
+  float4 r[BATCH];
+#pragma unroll
+  for (u32 i = 0; i < BATCH; i++) {
+    top[i] = NO_MAX;
+    sum[i] = 0.0f;
+    r[i] = {0, 0, 0, 0};
+  }
+#pragma unroll 4
+  for (u32 p = 0; p < parts; p++) {
+#pragma unroll
+    for (u32 i = 0; i < BATCH; i++) top[i] = fmaxf(top[i], stat(p, head + i).x);
+  }
+#pragma unroll UNROLL
+  for (u32 p = 0; p < parts; p++) {
+#pragma unroll
+    for (u32 i = 0; i < BATCH; i++) {
+      const float2 s = stat(p, head + i);
+      const float weight = exp2_approx(s.x - top[i]);
+      sum[i] += weight * s.y;
+      add_scaled(r[i], weight, quad(p, head + i, j));
+    }
+  }
+#pragma unroll
+  for (u32 i = 0; i < BATCH; i++) done(head + i, j, r[i], sum[i]);
+}
+
+// This CTA's share of the quads.
+template <class Stat, class Quad, class Done>
+__device__ __forceinline__ void merge(u32 parts, Stat&& stat, Quad&& quad, Done&& done) {
+  static_assert(THREADS == HEAD_QUADS, "a thread's quads are one head apart");
+  const u32 share = QUADS / cluster_size(), first = cluster_rank() * share; // 128 quads, a head, at least
+  u32 base = first + threadIdx.x;
+  if (share % (4 * THREADS) == 0) {
+#pragma unroll 1
+    for (; base < first + share; base += 4 * THREADS) merge_quads<4, 2>(parts, base, stat, quad, done);
+  } else {
+#pragma unroll 1
+    for (; base < first + share; base += THREADS) merge_quads<1, 8>(parts, base, stat, quad, done);
+  }
+}
+
+// The segment that was attended: merged over the cluster and, where other clusters have parts of the sequence, through
+// memory. Begins the next one in between. Whether there is one.
+__device__ __forceinline__ bool end_segment(Shared& sh, Thread& t, const Args& a) {
+  // Sums of weights: over the lanes of a column, then over the warps.
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    t.sum[i] += __shfl_xor_sync(0xFFFFFFFFu, t.sum[i], 4);
+    t.sum[i] += __shfl_xor_sync(0xFFFFFFFFu, t.sum[i], 8);
+    t.sum[i] += __shfl_xor_sync(0xFFFFFFFFu, t.sum[i], 16);
+    if (t.g == 0) sh.warp_sum[t.warp][2 * t.t + (i & 1) + 8 * (i >> 1)] = t.sum[i];
+  }
+  const Segment seg = sh.segment;
+  __syncthreads(); // every warp's products are done: acc takes V's place, and Q and the packed tokens that of the next ones
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+    float* at = &sh.tiles.acc[2 * t.t][c * ACC_CHUNK + t.warp * ACC_ROWS + t.g];
+#pragma unroll
+    for (int i = 0; i < 8; i++) at[((i & 1) + 8 * (i >> 2)) * ACC_HEAD + 8 * ((i >> 1) & 1)] = t.acc[c][i];
+  }
+  if (threadIdx.x < HEADS) {
+    float sum = 0.0f;
+    for (int w = 0; w < WARPS; w++) sum += sh.warp_sum[w][threadIdx.x];
+    sh.sum[threadIdx.x] = sum;
+  }
+  const bool more = sh.next.b >= 0;
+  if (threadIdx.x == 0) sh.segment = sh.next;
+  const u32 rank = cluster_rank(), size = cluster_size();
+  if (size > 1) cluster_sync();
+  else __syncthreads();
+  if (more) begin_segment(sh, t, a);
+
+  // Each CTA merges its share of the output over the cluster.
+  for (u32 i = threadIdx.x; i < size * HEADS; i += THREADS) {
+    const u32 peer = i / HEADS, head = i % HEADS;
+    sh.stats[peer][head] = {peer_float(peer_address(&sh.running_max[head], peer)),
+                            peer_float(peer_address(&sh.sum[head], peer))};
+  }
+  __syncthreads();
+  const Schedule schedule = sh.schedule;
+  const u32 cluster = blockIdx.x / size;
+  const bool whole = seg.begin >= seg.from && seg.end <= seg.stop;
+  const u32 slot = 2 * cluster + (seg.begin > schedule.begin(cluster) ? 1 : 0);
+  u8* out_row = a.out + (i64)seg.b * (HEADS * LATENT * 2);
+  auto store_out = [&](u32 head, u32 j, float4 r, float sum) {
+    const float inv = 1.0f / sum;
+    u8* at = out_row + (head * LATENT + 8 * (j / 2) + 2 * (j % 2)) * 2;
+    *(u32*)at = pack_bf16(r.x * inv, r.z * inv);
+    *(u32*)(at + 8) = pack_bf16(r.y * inv, r.w * inv);
+  };
+  float4* part = a.parts + (i64)slot * QUADS;
+  merge(
+      size, [&](u32 p, u32 head) { return sh.stats[p][head]; },
+      [&](u32 p, u32 head, u32 j) {
+        const u32 at = peer_address(&sh.tiles.acc[head][quad_place(j)], p);
+        const float2 lo = peer_float2(at), hi = peer_float2(at + 8 * sizeof(float));
+        return float4{lo.x, lo.y, hi.x, hi.y};
+      },
+      [&](u32 head, u32 j, float4 r, float sum) {
+        if (whole) store_out(head, j, r, sum);
+        else part[head * HEAD_QUADS + j] = r;
+      });
+  if (size > 1) cluster_arrive_relaxed(); // peers' accumulators are read no more
+  if (!whole) {
+    // Parts of a sequence meet in memory: the last cluster to arrive merges, each of its CTAs its own quads.
+    if (threadIdx.x < HEADS) {
+      float2 total = {NO_MAX, 0.0f};
+      for (u32 p = 0; p < size; p++) total.x = fmaxf(total.x, sh.stats[p][threadIdx.x].x);
+      for (u32 p = 0; p < size; p++)
+        total.y += exp2_approx(sh.stats[p][threadIdx.x].x - total.x) * sh.stats[p][threadIdx.x].y;
+      a.part_stats[(slot * MAX_CLUSTER + rank) * HEADS + threadIdx.x] = total;
+    }
+    const u32 c0 = schedule.owner(seg.begin), parts = schedule.owner(seg.end - 1) - c0 + 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const u32 old = arrive_counter(a.arrivals + (i64)seg.b * MAX_CLUSTER + rank, parts - 1);
+      sh.last = old == parts - 1;
+    }
+    __syncthreads();
+    if (sh.last) {
+      // Only the first cluster of a sequence can have begun with another one.
+      auto part_slot = [&](u32 p) { return 2 * (c0 + p) + (seg.begin > schedule.begin(c0 + p) ? 1 : 0); };
+      // Statistics of the parts go behind acc, which peers may still read. The host's plans keep their number within it.
+      float2* stats = size > 1 ? (float2*)(sh.tiles.acc + HEADS) : (float2*)&sh.tiles;
+      for (u32 i = threadIdx.x; i < parts * HEADS; i += THREADS)
+        stats[i] = __ldcg(a.part_stats + (part_slot(i / HEADS) * MAX_CLUSTER + rank) * HEADS + i % HEADS);
+      __syncthreads();
+      merge(
+          parts, [&](u32 p, u32 head) { return stats[p * HEADS + head]; },
+          [&](u32 p, u32 head, u32 j) {
+            return __ldcg(a.parts + (i64)part_slot(p) * QUADS + head * HEAD_QUADS + j);
+          },
+          store_out);
+    }
+  }
+  if (size > 1) cluster_wait();
+  return more;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_decode_mxfp4(const __grid_constant__ Args a) {
   SHARED_MEMORY(raw);
   Shared& sh = *(Shared*)raw;
   Thread t;
   t.lane = threadIdx.x & 31;
   t.warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
-  t.n = t.lane >> 2;
-  t.c = t.lane & 3;
-  t.shared = smem_u32(raw);
-  t.store = keep(t.shared + PARTIAL + SOURCE * t.warp + 8 * t.lane);
-  t.gather = keep(t.shared + PARTIAL + FRAGMENT * t.warp + 8 * t.lane);
+  t.g = t.lane >> 2;
+  t.t = t.lane & 3;
   const u32 rank = cluster_rank(), size = cluster_size();
   const u32 cluster = blockIdx.x / size, clusters = gridDim.x / size;
   if (threadIdx.x == 0) {
-    for (int i = 0; i < STAGES; i++) mbarrier_init(smem_u32(&sh.full[i]), 1);
+    for (int i = 0; i < WARPS; i++) mbarrier_init(smem_u32(&sh.full[i]), 1);
     fence_mbarrier_init();
-    sh.over = 0;
   }
 
   // The first round of the search below, issued before anything depends on it.
@@ -445,18 +666,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) mla_decode_mx
     }
   }
 
-  // Clusters take equal shares of all tokens, cut at multiples of `grain` tokens, crossing sequences.
-  const u32 grain = STEP * size;
-  const u32 units = (total + grain - 1) / grain;
-  const u32 share = units / clusters, longer = units - share * clusters; // the first `longer` clusters take one more
-  auto share_begin = [&](u32 i) { return (int)min((u32)total, (i * share + min(i, longer)) * grain); };
-  auto owner = [&](u32 token) {
-    u32 unit = token / grain;
-    return unit < longer * (share + 1) ? unit / (share + 1) : longer + (unit - longer * (share + 1)) / share;
-  };
-  const int start = share_begin(cluster), stop = share_begin(cluster + 1);
+  Schedule schedule;
+  schedule.grain = STEP * size;
+  const u32 units = (total + schedule.grain - 1) / schedule.grain;
+  schedule.share = units / clusters;
+  schedule.longer = units - schedule.share * clusters;
+  schedule.base = base;
+  schedule.total = total;
+  const int start = schedule.begin(cluster);
+  if (threadIdx.x == 0) sh.schedule = schedule;
   __syncthreads();
-  if (start >= stop) return; // the whole cluster leaves
+  if (start >= schedule.begin(cluster + 1)) return; // the whole cluster leaves
 
   // The last sequence that begins at or before `start`.
   int b = 0;
@@ -472,129 +692,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) mla_decode_mx
     probe = a.kv_indptr[min(b + t.lane * stride, a.batch)];
   }
 
-  u32 turn = 0;
-  int pos = start;
+  u32 parity = 0;
+  if (threadIdx.x == 0)
+    sh.segment = make_segment(schedule, cluster, rank, size, b, start, a.kv_indptr[b] - base, a.kv_indptr[b + 1] - base);
+  __syncthreads();
+  begin_segment(sh, t, a);
 #pragma unroll 1
   while (true) {
-    const int begin = a.kv_indptr[b] - base, end = a.kv_indptr[b + 1] - base;
-    const int seg_end = min(stop, end);
-    // This CTA's part of the cluster's segment.
-    const int per_cta = ((seg_end - pos + grain - 1) / grain) * STEP;
-    const int first = min(seg_end, pos + (int)rank * per_cta);
-    const int count = min(seg_end - first, per_cta);
-    load_q(sh, t, a.q + (i64)b * (HEADS * QK_DIM * 2));
-    if (threadIdx.x < HEADS) sh.running_max[threadIdx.x] = NO_MAX;
-    __syncthreads();
-    attend(sh, t, a, (i64)base + first, count, turn);
-
-    // Sums of weights: over the quad, then over the warps that share this head.
-    t.sum += __shfl_xor_sync(0xFFFFFFFFu, t.sum, 1);
-    t.sum += __shfl_xor_sync(0xFFFFFFFFu, t.sum, 2);
-    if (t.c == 0) sh.tile_sum[t.warp >> 1][t.n + 8 * (t.warp & 1)] = t.sum;
-    // The ring is idle (its last loads came before the barriers of the last step): acc takes its place.
-#pragma unroll
-    for (int k = 0; k < QUADS; k++) sh.tiles.acc[k][threadIdx.x] = acc_quad(t, k);
-    __syncthreads();
-    if (threadIdx.x < HEADS) {
-      float sum = 0.0f;
-      for (int g = 0; g < GROUPS; g++) sum += sh.tile_sum[g][threadIdx.x];
-      sh.sum[threadIdx.x] = sum;
-    }
-    if (size > 1) cluster_sync();
-    else __syncthreads();
-
-    // Each CTA merges its share of the quads over the cluster: quads k THREADS + thread, of its own from `first_quad` on.
-    for (u32 i = threadIdx.x; i < size * HEADS; i += THREADS) {
-      const u32 peer = i / HEADS, head = i % HEADS;
-      sh.stats[peer][head] = {peer_float(peer_address(&sh.running_max[head], peer)),
-                              peer_float(peer_address(&sh.sum[head], peer))};
-    }
-    __syncthreads();
-    const bool whole = begin >= start && end <= stop;
-    const u32 slot = 2 * cluster + (begin > start ? 1 : 0);
-    u8* out_row = a.out + (i64)b * (HEADS * LATENT * 2);
-    const u32 quads = QUADS * THREADS / size, first_quad = rank * quads;
-    const u32 k_base = first_quad / THREADS;
-    const u32 per_thread = (quads + THREADS - 1) / THREADS;
-    const bool active = threadIdx.x < quads;
-    const u32 owner_thread = first_quad % THREADS + threadIdx.x; // not this one only where a CTA has under a quad a thread
-    auto merge = [&](u32 count, auto&& stat, auto&& quad, auto&& done) {
-      float2 total[2]; // maximum and sum of weights, heads n and n + 8
-#pragma unroll
-      for (int h = 0; h < 2; h++) {
-        total[h] = {NO_MAX, 0.0f};
-#pragma unroll 4
-        for (u32 p = 0; p < count; p++) total[h].x = fmaxf(total[h].x, stat(p, t.n + 8 * h).x);
-#pragma unroll 4
-        for (u32 p = 0; p < count; p++) {
-          const float2 s = stat(p, t.n + 8 * h);
-          total[h].y += exp2_approx(s.x - total[h].x) * s.y;
-        }
-      }
-      if (active) {
-#pragma unroll 1
-        for (u32 k = 0; k < per_thread; k++) {
-          const bool half = (k_base + k) / (2 * WORDS);
-          const float top = half ? total[1].x : total[0].x;
-          float4 r = {0, 0, 0, 0};
-#pragma unroll 8
-          for (u32 p = 0; p < count; p++) add_scaled(r, exp2_approx(stat(p, t.n + 8 * half).x - top), quad(p, k));
-          done(k, r, half ? total[1].y : total[0].y);
-        }
-      }
-    };
-    auto store_out = [&](u32 k, float4 r, float sum) {
-      store_quad(t, out_row, k_base + k, owner_thread, r, 1.0f / sum);
-    };
-    float4* part = a.parts + (i64)slot * (QUADS * THREADS) + first_quad + threadIdx.x;
-    merge(
-        size, [&](u32 p, u32 head) { return sh.stats[p][head]; },
-        [&](u32 p, u32 k) { return peer_float4(peer_address(&sh.tiles.acc[k_base + k][owner_thread], p)); },
-        [&](u32 k, float4 r, float sum) {
-          if (whole) store_out(k, r, sum);
-          else part[k * THREADS] = r;
-        });
-    if (size > 1) cluster_arrive_relaxed(); // peers' accumulators are read no more
-    if (!whole) {
-      // Parts of a sequence meet in memory: the last cluster to arrive merges, each of its CTAs its own quads.
-      if (threadIdx.x < HEADS) {
-        float2 total = {NO_MAX, 0.0f};
-        for (u32 p = 0; p < size; p++) total.x = fmaxf(total.x, sh.stats[p][threadIdx.x].x);
-        for (u32 p = 0; p < size; p++)
-          total.y += exp2_approx(sh.stats[p][threadIdx.x].x - total.x) * sh.stats[p][threadIdx.x].y;
-        a.part_stats[(slot * MAX_CLUSTER + rank) * HEADS + threadIdx.x] = total;
-      }
-      const u32 c0 = owner(begin), parts = owner(end - 1) - c0 + 1;
-      __syncthreads();
-      if (threadIdx.x == 0) {
-        const u32 old = arrive_counter(a.arrivals + (i64)b * MAX_CLUSTER + rank, parts - 1);
-        sh.last = old == parts - 1;
-      }
-      __syncthreads();
-      if (sh.last) {
-        // Only the first cluster of a sequence can have begun with another one.
-        auto part_slot = [&](u32 p) { return 2 * (c0 + p) + (begin > share_begin(c0 + p) ? 1 : 0); };
-        // Statistics of the parts, up to sh.stats in shared memory that is free by now: peers may still read sh.tiles.
-        // The host's plans keep the number of clusters, and so of parts, within it.
-        float2* stats = size == 1 ? (float2*)&sh.tiles : (float2*)&sh.partial;
-        for (u32 i = threadIdx.x; i < parts * HEADS; i += THREADS)
-          stats[i] = __ldcg(a.part_stats + (part_slot(i / HEADS) * MAX_CLUSTER + rank) * HEADS + i % HEADS);
-        __syncthreads();
-        merge(
-            parts, [&](u32 p, u32 head) { return stats[p * HEADS + head]; },
-            [&](u32 p, u32 k) {
-              return __ldcg(a.parts + (i64)part_slot(p) * (QUADS * THREADS) + first_quad + k * THREADS + threadIdx.x);
-            },
-            store_out);
+    if (threadIdx.x == 0) { // the next one: the next sequence that is not empty
+      const int stop = sh.segment.stop;
+      sh.next.b = -1;
+      if (stop < schedule.begin(cluster + 1)) {
+        int next = sh.segment.b + 1, end;
+        while ((end = a.kv_indptr[next + 1] - base) <= stop) next++;
+        sh.next = make_segment(schedule, cluster, rank, size, next, stop, stop, end);
       }
     }
-    pos = seg_end;
-    // The ring that takes acc's place is written by bulk copies.
-    fence_before_bulk();
-    if (size > 1) cluster_wait();
-    if (pos >= stop) return;
-    do b++;
-    while (a.kv_indptr[b + 1] - base <= pos);
+    attend(sh, t, a, parity);
+    if (!end_segment(sh, t, a)) return;
     __syncthreads();
   }
 }

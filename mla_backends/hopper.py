@@ -27,58 +27,44 @@ SCALE_BLOCKS = QK_DIM // 32
 MIN_SCALE_PITCH, MAX_SCALE_PITCH = SCALE_BLOCKS, 32  # bytes between two tokens' scales that the kernel reads in place
 MAX_CLUSTER = 16  # over 8 is not portable, but every Hopper GPU so far takes it
 ARRIVALS_PER_SEQUENCE = MAX_CLUSTER  # counters, one per rank of a cluster
-MAX_PLANS = 9  # each is compiled once per build and timed by whoever picks
+MAX_PLANS = 8  # each is timed by whoever picks
+STEP = 64  # tokens of one pass through the kernel's loop
+THREADS = 128
+CTAS_PER_SM = 2  # shared memory holds no more
 SOURCE = Path(__file__).with_name("hopper.cu")
 
 
-@dataclass(frozen=True, slots=True)
-class Build:
-    """Compile-time constants of the kernel."""
+def shared_bytes(scale_pitch: int) -> int:
+    """Shared memory of a CTA; hopper.cu asserts that its `Shared` fits.
 
-    warps: int
-    ctas_per_sm: int
-    stages: int
-
-    @property
-    def step(self) -> int:
-        """Tokens of one pass through the kernel's loop."""
-        return 4 * self.warps
-
-    def _tiles_bytes(self, scale_pitch: int) -> int:
-        ring = self.stages * (self.step * (TOKEN_BYTES + scale_pitch) + 16)
-        return (max(ring, HEADS * LATENT_DIM * 4) + 127) & ~127
-
-    def _exchange_bytes(self) -> int:
-        # Partial scores, weights, Q of the RoPE dims; a step has as many fragments of 8 heads x 8 tokens as warps.
-        return self.warps * (self.warps + 2) * 256 + self.warps * 128 + self.warps * 1024
-
-    def shared_bytes(self, scale_pitch: int) -> int:
-        """Size of `Shared` in hopper.cu, which asserts that it is the same."""
-        size = self._tiles_bytes(scale_pitch) + self._exchange_bytes()
-        size += MAX_CLUSTER * HEADS * 8 + (self.warps + 2) * HEADS * 4  # maxima and sums
-        size += 8 * self.stages + 8  # barriers, flags
-        return (size + 127) & ~127
-
-    def max_clusters(self, cluster: int) -> int:
-        """Clusters that may share one sequence: their statistics must fit where the merge keeps them."""
-        room = self._exchange_bytes() + (self._tiles_bytes(MIN_SCALE_PITCH) if cluster == 1 else 0)
-        return room // (HEADS * 8)
-
-    def options(self, scale_pitch: int) -> tuple[str, ...]:
-        """NVRTC options."""
-        return (
-            "--gpu-architecture=sm_90",
-            "--std=c++17",
-            "--device-as-default-execution-space",  # for generic lambdas
-            f"-DWARPS={self.warps}",
-            f"-DCTAS_PER_SM={self.ctas_per_sm}",
-            f"-DSTAGES={self.stages}",
-            f"-DSCALE_PITCH={scale_pitch}",
-            f"-DSHARED_BYTES={self.shared_bytes(scale_pitch)}",
-        )
+    Args:
+        scale_pitch: bytes from one token's scales to the next.
+    """
+    values = STEP * LATENT_DIM * 2
+    operands = HEADS * (QK_DIM + STEP) * 2  # Q and the weights
+    packed = STEP * (TOKEN_BYTES + scale_pitch) + 4 * 16
+    return (values + operands + packed + MAX_CLUSTER * HEADS * 8 + 1024 + 127) & ~127  # statistics, schedule, barriers
 
 
-BUILDS = {8: Build(8, 2, 4), 4: Build(4, 3, 8)}
+def max_clusters(cluster: int) -> int:
+    """Clusters that may share one sequence: their statistics must fit where the merge keeps them.
+
+    Args:
+        cluster: CTAs of a cluster; above 1 the accumulators stay where they are while peers read them.
+    """
+    accumulators = HEADS * (8 * 4 * 20 + 4) * 4 if cluster > 1 else 0
+    return (STEP * LATENT_DIM * 2 - accumulators) // (HEADS * 8)
+
+
+def options(scale_pitch: int) -> tuple[str, ...]:
+    """NVRTC options."""
+    return (
+        "--gpu-architecture=sm_90a",  # with its warpgroup products
+        "--std=c++17",
+        "--device-as-default-execution-space",  # for generic lambdas
+        f"-DSCALE_PITCH={scale_pitch}",
+        f"-DSHARED_BYTES={shared_bytes(scale_pitch)}",
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +73,12 @@ class HopperPlan:
 
     cluster: int  # CTAs that share a segment and merge through shared memory: 1, 2, 4, 8 or 16
     clusters: int  # clusters in the grid; each takes an equal share of all tokens
-    warps: int = 8  # warps of a CTA: 8 (two CTAs an SM, 32 tokens a step) or 4 (three CTAs, 16 tokens)
 
     def __post_init__(self) -> None:
         """Refuse what the kernel cannot run."""
         if self.cluster not in (1, 2, 4, 8, MAX_CLUSTER):
             raise ValueError(f"HopperPlan.cluster: expected 1, 2, 4, 8 or 16, got {self.cluster}")
-        if self.warps not in BUILDS:
-            raise ValueError(f"HopperPlan.warps: expected one of {tuple(BUILDS)}, got {self.warps}")
-        limit = BUILDS[self.warps].max_clusters(self.cluster)
+        limit = max_clusters(self.cluster)
         if not 1 <= self.clusters <= limit:
             raise ValueError(f"HopperPlan.clusters: expected 1..{limit}, got {self.clusters}")
 
@@ -124,28 +107,28 @@ def choose_plans(batch: int, total_kv: int, num_sms: int) -> list[HopperPlan]:
         total_kv: tokens of all sequences.
         num_sms: multiprocessors of the device.
     """
+    steps = -(-total_kv // STEP)
+    slots = CTAS_PER_SM * num_sms
     plans: list[HopperPlan] = []
 
-    def add(cluster: int, clusters: int, warps: int) -> None:
-        steps = -(-total_kv // BUILDS[warps].step)
-        clusters = min(clusters, BUILDS[warps].max_clusters(cluster), -(-steps // cluster))
-        plan = HopperPlan(cluster, max(1, clusters), warps)
+    def add(cluster: int, clusters: int) -> None:
+        # Larger clusters leave slots free in every GPC; a cluster too many would wait for all others to end.
+        resident = int(slots / cluster * {1: 1.0, 2: 1.0, 4: 0.94, 8: 0.91, 16: 0.85}[cluster])
+        clusters = min(clusters, resident, max_clusters(cluster), -(-steps // cluster))
+        plan = HopperPlan(cluster, max(1, clusters))
         if plan not in plans:
             plans.append(plan)
 
-    # One or two CTAs an SM, the same number for every sequence, so that a uniform batch is cut evenly; sequences in one
-    # cluster where it is large enough, since then nothing crosses memory.
-    for ctas in (num_sms, 2 * num_sms):
-        splits = 1 << max(0, (ctas // batch).bit_length() - 1)
+    # Two CTAs an SM or one, the same number for every sequence, so that a uniform batch is cut evenly.
+    for ctas in (slots, num_sms):
         if batch <= ctas:
-            add(min(MAX_CLUSTER, splits), batch, 8)
-            for cluster in (16, 8, 4, 2, 1):
-                if cluster <= splits <= 16 * cluster:
-                    add(cluster, batch * splits // cluster, 8)
+            splits = 1 << ((ctas // batch).bit_length() - 1)
+            for cluster in (1, 2) if splits <= 8 else (4, 8, 16):
+                add(cluster, batch * splits // cluster)
     # Every slot busy, cut across sequences: for ragged batches and those that do not divide the machine.
-    add(2, num_sms, 8)
-    add(1, 2 * num_sms, 8)
-    add(1, 3 * num_sms, 4)
+    add(1, slots)
+    add(2, slots // 2)
+    add(4, slots // 4)
     return plans[:MAX_PLANS]
 
 
@@ -200,19 +183,17 @@ def source_text() -> str:
 
 
 @cache
-def load_kernel(device_index: int, warps: int, scale_pitch: int) -> nvrtc.Kernel:
+def load_kernel(device_index: int, scale_pitch: int) -> nvrtc.Kernel:
     """The kernel for one device, compiled on the first call.
 
     Args:
         device_index: CUDA device.
-        warps: which of `BUILDS`.
         scale_pitch: bytes from one token's scales to the next.
     """
-    build = BUILDS[warps]
     with torch.cuda.device(device_index):
         torch.cuda.current_stream()  # makes torch's context current in this thread
-        cubin = nvrtc.compile_cubin(source_text(), SOURCE.name, build.options(scale_pitch))
-        return nvrtc.Kernel(cubin, "mla_decode_mxfp4", _Args, 32 * warps, build.shared_bytes(scale_pitch))
+        cubin = nvrtc.compile_cubin(source_text(), SOURCE.name, options(scale_pitch))
+        return nvrtc.Kernel(cubin, "mla_decode_mxfp4", _Args, THREADS, shared_bytes(scale_pitch))
 
 
 class HopperBackend:
@@ -293,7 +274,7 @@ class HopperBackend:
         key = (plan, scale.stride(0), index, queue)
         launch = self._launches.get(key)
         if launch is None:
-            kernel = load_kernel(index, plan.warps, scale.stride(0))
+            kernel = load_kernel(index, scale.stride(0))
             launch = kernel.prepare(plan.cluster * plan.clusters, plan.cluster)
             self._launches[key] = launch
         space = self._workspace(index, queue, batch, plan.clusters, q.device)

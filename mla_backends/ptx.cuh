@@ -16,12 +16,6 @@ __device__ __forceinline__ u32 keep(u32 x) {
 }
 
 // Shared memory by 32-bit address: the compiler then neither rebuilds generic addresses nor reloads the window's base.
-template <int OFFSET> __device__ __forceinline__ u32 lds32(u32 at) {
-  u32 r;
-  asm volatile("ld.shared.u32 %0, [%1+%2];" : "=r"(r) : "r"(at), "n"(OFFSET) : "memory");
-  return r;
-}
-
 template <int OFFSET> __device__ __forceinline__ int lds8(u32 at) {
   int r;
   asm volatile("ld.shared.u8 %0, [%1+%2];" : "=r"(r) : "r"(at), "n"(OFFSET) : "memory");
@@ -32,12 +26,6 @@ template <int OFFSET> __device__ __forceinline__ void lds64(u32 at, u32* r) {
   asm volatile("ld.shared.v2.u32 {%0,%1}, [%2+%3];" : "=r"(r[0]), "=r"(r[1]) : "r"(at), "n"(OFFSET) : "memory");
 }
 
-template <int OFFSET> __device__ __forceinline__ float2 lds_float2(u32 at) {
-  float2 r;
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2+%3];" : "=f"(r.x), "=f"(r.y) : "r"(at), "n"(OFFSET) : "memory");
-  return r;
-}
-
 template <int OFFSET> __device__ __forceinline__ void lds128(u32 at, u32* r) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4+%5];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -45,18 +33,16 @@ template <int OFFSET> __device__ __forceinline__ void lds128(u32 at, u32* r) {
                : "memory");
 }
 
-template <int OFFSET> __device__ __forceinline__ void sts32(u32 at, u32 x) {
-  asm volatile("st.shared.u32 [%0+%1], %2;" ::"r"(at), "n"(OFFSET), "r"(x) : "memory");
+// Four 8 x 8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8.
+template <int OFFSET> __device__ __forceinline__ void stmatrix4(u32 at, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0+%1], {%2,%3,%4,%5};" ::"r"(at), "n"(OFFSET), "r"(r[0]),
+               "r"(r[1]), "r"(r[2]), "r"(r[3])
+               : "memory");
 }
 
-template <int OFFSET> __device__ __forceinline__ void sts_float2(u32 at, float x, float y) {
-  asm volatile("st.shared.v2.f32 [%0+%1], {%2,%3};" ::"r"(at), "n"(OFFSET), "f"(x), "f"(y) : "memory");
-}
-
-template <int OFFSET> __device__ __forceinline__ void ldmatrix4(u32 at, u32 (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4+%5];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(at), "n"(OFFSET)
+__device__ __forceinline__ void stmatrix4_trans(u32 at, const u32 (&r)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
                : "memory");
 }
 
@@ -78,17 +64,38 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
   return r;
 }
 
-__device__ __forceinline__ void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+// Warpgroup products, m64n16k16 of bf16 into float32. Operands in shared memory are 128-byte rows whose 16-byte segments
+// are swizzled by the row's index modulo 8; groups of eight rows lie 1,024 bytes apart. An operand is named by its address
+// in units of 16 bytes, the low half of the instruction's descriptor; the high half says the layout.
+__device__ __forceinline__ u32 swizzled_operand(u32 address) { return ((address & 0x3FFFF) >> 4) | (1u << 16); }
+#define SWIZZLED "0x40000040" // 128-byte swizzle, 1,024 bytes between groups of rows
+
+// d [64 x 16] = A [64 x 16, registers as in mma] B, or added to d. B is [16 columns][k].
+__device__ __forceinline__ void wgmma_registers(float (&d)[8], u32 a0, u32 a1, u32 a2, u32 a3, u32 b, bool add) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %13, 0;\nmov.b64 b, {%12, " SWIZZLED "};\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, b, p, 1, 1, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"((int)add));
 }
 
-__device__ __forceinline__ u32 transpose8x8(u32 a) {
-  u32 d;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));
-  return d;
+// d [64 x 16] += A B with A stored as [k][64 rows] and B as [16 columns][k].
+__device__ __forceinline__ void wgmma_transposed(float (&d)[8], u32 a, u32 b) {
+  asm volatile(
+      "{\n.reg .b64 a, b;\nmov.b64 a, {%8, " SWIZZLED "};\nmov.b64 b, {%9, " SWIZZLED "};\n"
+      "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, a, b, 1, 1, 1, 1, 0;\n}"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+      : "r"(a), "r"(b));
 }
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT> __device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+// A barrier of the CTA that tells every thread whether any came with `x`.
+__device__ __forceinline__ bool barrier_any(bool x) { return __syncthreads_or(x); }
 
 __device__ __forceinline__ void mbarrier_init(u32 bar, u32 count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count) : "memory");
@@ -154,12 +161,9 @@ __device__ __forceinline__ float peer_float(u32 address) {
   return v;
 }
 
-__device__ __forceinline__ float4 peer_float4(u32 address) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(address)
-               : "memory");
+__device__ __forceinline__ float2 peer_float2(u32 address) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
   return v;
 }
 

@@ -13,6 +13,7 @@
 #include <vector>
 
 typedef unsigned char u8;
+typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
@@ -35,6 +36,7 @@ inline u32 min(u32 a, int b) { return std::min(a, (u32)b); }
 struct Meet { // where `need` fibers wait for each other
   int need = 0, count = 0;
   u64 round = 0;
+  bool any[2] = {false, false}; // of the round at hand and the one before
 };
 struct Warp {
   Meet meet;
@@ -52,18 +54,27 @@ struct Cluster {
   std::vector<std::unique_ptr<Cta>> ctas;
   Meet barrier;
 };
+struct Product { // of a warpgroup, not yet done
+  float* d;
+  bool add, registers;
+  u32 a, b;
+  u32 rows[2][8]; // bf16 pairs of A's rows lane / 4 and + 8, where it comes from registers
+};
 struct Fiber {
   ucontext_t context;
   std::vector<u8> stack;
   Cta* cta;
   u32 thread;
   u64 cluster_round;
+  std::vector<Product> open;
+  std::vector<std::vector<Product>> committed;
   bool done = false;
 };
 inline Fiber* current;
 inline ucontext_t scheduler;
 inline u32 grid_size;
 inline u64 idle_turns;
+inline u64 progress; // meetings that took place
 
 inline void yield_fiber() {
   if (++idle_turns > 200000000ull) {
@@ -77,6 +88,7 @@ inline u64 arrive(Meet& m) {
   if (++m.count == m.need) {
     m.count = 0;
     m.round++;
+    progress++;
     idle_turns = 0;
   }
   return round;
@@ -115,6 +127,15 @@ inline u32 to_bf16(float x) {
 }
 
 inline void __syncthreads() { Meet& m = current->cta->barrier; wait(m, arrive(m)); }
+inline bool barrier_any(bool x) {
+  Meet& m = current->cta->barrier;
+  bool& any = m.any[m.round & 1];
+  if (m.count == 0) any = false;
+  any |= x;
+  wait(m, arrive(m));
+  return any;
+}
+inline void __syncwarp() { Warp& w = warp(); wait(w.meet, arrive(w.meet)); }
 inline float __shfl_xor_sync(u32, float x, int mask) { u32 b = bits(x); return number(exchange(&b, 1)[lane() ^ mask][0]); }
 inline u32 __shfl_sync(u32, u32 x, int from) { return exchange(&x, 1)[from][0]; }
 inline u32 __ballot_sync(u32, bool x) {
@@ -149,48 +170,32 @@ template <class T> inline T load(u32 at) {
   std::memcpy(&r, own(at), sizeof(T));
   return r;
 }
-template <int OFFSET> inline u32 lds32(u32 at) { return load<u32>(at + OFFSET); }
 template <int OFFSET> inline int lds8(u32 at) { return load<u8>(at + OFFSET); }
 template <int OFFSET> inline void lds64(u32 at, u32* r) { uint2 x = load<uint2>(at + OFFSET); std::memcpy(r, &x, 8); }
-template <int OFFSET> inline float2 lds_float2(u32 at) { return load<float2>(at + OFFSET); }
 template <int OFFSET> inline void lds128(u32 at, u32* r) { uint4 x = load<uint4>(at + OFFSET); std::memcpy(r, &x, 16); }
-template <int OFFSET> inline void sts32(u32 at, u32 x) { load<u32>(at + OFFSET); std::memcpy(own(at + OFFSET), &x, 4); }
-template <int OFFSET> inline void sts_float2(u32 at, float x, float y) {
-  load<float2>(at + OFFSET);
-  float2 v = {x, y};
-  std::memcpy(own(at + OFFSET), &v, 8);
+
+template <int OFFSET> inline void stmatrix4(u32 at, const u32 (&r)[4]) {
+  auto all = exchange(r, 4);
+  u32 out[4]; // row l % 8 of matrix l / 8
+  for (int i = 0; i < 4; i++) out[i] = all[lane() % 8 * 4 + i][lane() / 8];
+  load<uint4>(at + OFFSET);
+  std::memcpy(own(at + OFFSET), out, 16);
 }
-template <int OFFSET> inline void ldmatrix4(u32 at, u32 (&r)[4]) {
-  u32 address = at + OFFSET;
-  auto all = exchange(&address, 1);
-  for (int m = 0; m < 4; m++) r[m] = load<u32>(all[8 * m + lane() / 4][0] + 4 * (lane() % 4));
+inline void stmatrix4_trans(u32 at, const u32 (&r)[4]) {
+  auto all = exchange(r, 4);
+  u32 out[4]; // row l % 8 of matrix l / 8: its column l % 8
+  for (int i = 0; i < 8; i++) {
+    const u32 x = all[i * 4 + lane() % 8 / 2][lane() / 8] >> (16 * (lane() % 2));
+    ((u16*)out)[i] = (u16)x;
+  }
+  load<uint4>(at);
+  std::memcpy(own(at), out, 16);
 }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline u32 pack_bf16(float lo, float hi) { return to_bf16(hi) << 16 | to_bf16(lo); }
 inline u32 mul_bf16x2(u32 a, u32 b) {
   return pack_bf16(from_bf16(a & 0xFFFF) * from_bf16(b & 0xFFFF), from_bf16(a >> 16) * from_bf16(b >> 16));
-}
-inline void mma(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  const u32 words[6] = {a[0], a[1], a[2], a[3], b0, b1};
-  auto all = exchange(words, 6);
-  const int n = lane() / 4, c = lane() % 4;
-  for (int i = 0; i < 4; i++) {
-    const int row = n + 8 * (i / 2), col = 2 * c + i % 2;
-    float sum = d[i];
-    for (int k = 0; k < 16; k++) {
-      const u32 x = all[(row % 8) * 4 + (k % 8) / 2][row / 8 + 2 * (k / 8)] >> (16 * (k % 2));
-      const u32 y = all[col * 4 + (k % 8) / 2][4 + k / 8] >> (16 * (k % 2));
-      sum += from_bf16(x & 0xFFFF) * from_bf16(y & 0xFFFF);
-    }
-    d[i] = sum;
-  }
-}
-inline u32 transpose8x8(u32 a) {
-  auto all = exchange(&a, 1);
-  const int n = lane() / 4, c = lane() % 4;
-  auto at = [&](int row, int col) { return (all[row * 4 + col / 2][0] >> (16 * (col % 2))) & 0xFFFF; };
-  return at(2 * c, n) | at(2 * c + 1, n) << 16;
 }
 
 // An mbarrier here: pending bytes in the low word, completed phases in the high one. Copies are done when issued.
@@ -209,6 +214,50 @@ inline void bulk_load(u32 dst, const u8* src, u32 bytes, u32 bar) {
   state[0] -= bytes;
   if (!state[0]) state[1]++;
 }
+// The four warps of a group hold their rows of A and D themselves; B, and a transposed A, lie in shared memory, which is read
+// when the product is waited for: as late as the GPU may, so that missing waits and barriers show.
+inline u32 swizzled_operand(u32 address) { return address >> 4; }
+inline float swizzled(u32 operand, u32 row, u32 col) { // element [row][col] of 128-byte rows
+  u32 at = (operand << 4) + row / 8 * 1024 + row % 8 * 128 + 2 * col;
+  at ^= ((at >> 7) & 7) << 4;
+  if (at + 2 > SHARED_BYTES) std::exit(4);
+  u16 x;
+  std::memcpy(&x, own(at), 2);
+  return from_bf16(x);
+}
+inline void run_product(const Product& p) {
+  for (int i = 0; i < 8; i++) {
+    const int half = (i >> 1) & 1, col = 2 * (lane() % 4) + (i & 1) + 8 * (i >> 2);
+    const int row = current->thread % 128 / 32 * 16 + lane() / 4 + 8 * half;
+    float sum = p.add ? p.d[i] : 0.0f;
+    for (int k = 0; k < 16; k++) {
+      const float x = p.registers ? from_bf16((p.rows[half][k / 2] >> (16 * (k % 2))) & 0xFFFF) : swizzled(p.a, k, row);
+      sum += x * swizzled(p.b, col, k);
+    }
+    p.d[i] = sum;
+  }
+}
+inline void wgmma_registers(float (&d)[8], u32 a0, u32 a1, u32 a2, u32 a3, u32 b, bool add) {
+  const u32 words[4] = {a0, a1, a2, a3};
+  auto all = exchange(words, 4);
+  Product p{d, add, true, 0, b, {}};
+  for (int k = 0; k < 8; k++) {
+    for (int half = 0; half < 2; half++) p.rows[half][k] = all[lane() / 4 * 4 + k % 4][half + 2 * (k / 4)];
+  }
+  current->open.push_back(p);
+}
+inline void wgmma_transposed(float (&d)[8], u32 a, u32 b) { current->open.push_back({d, true, false, a, b, {}}); }
+inline void wgmma_fence() {}
+inline void wgmma_commit() {
+  current->committed.push_back(std::move(current->open));
+  current->open.clear();
+}
+template <int LEFT> inline void wgmma_wait() {
+  while (current->committed.size() > LEFT) {
+    for (const Product& p : current->committed.front()) run_product(p);
+    current->committed.erase(current->committed.begin());
+  }
+}
 inline bool elect_one() { return lane() == 0; }
 inline u32 cluster_rank() { return current->cta->rank; }
 inline u32 cluster_size() { return current->cta->cluster->ctas.size(); }
@@ -217,7 +266,7 @@ inline void cluster_wait() { wait(current->cta->cluster->barrier, current->clust
 inline void cluster_sync() { cluster_arrive_relaxed(); cluster_wait(); }
 inline u32 peer_address(const void* p, u32 rank) { return rank << 24 | smem_u32(p); }
 inline float peer_float(u32 address) { return *(float*)peer(address); }
-inline float4 peer_float4(u32 address) { return *(float4*)peer(address); }
+inline float2 peer_float2(u32 address) { return *(float2*)peer(address); }
 inline void fence_mbarrier_init() {}
 inline void fence_before_bulk() {}
 inline u32 arrive_counter(u32* counter, u32 last) {

@@ -32,8 +32,8 @@ static void fiber_main() {
   swapcontext(&current->context, &scheduler);
 }
 
-// folder batch cluster clusters log2_scale launches order: with order 1 the fibers take turns in changing order, which
-// shows missing barriers that a fixed one can hide.
+// folder batch cluster clusters log2_scale launches order: with order 1 the fibers take turns in changing order
+// and one warp after the other runs ahead, which shows missing barriers that a fixed order can hide.
 int main(int, char** argv) {
   const std::string folder = std::string(argv[1]) + "/";
   const int batch = std::atoi(argv[2]), size = std::atoi(argv[3]), clusters = std::atoi(argv[4]);
@@ -67,7 +67,7 @@ int main(int, char** argv) {
         cta->memory.assign(SHARED_BYTES + 1024, 0xFF);
         cta->shared = (u8*)(((u64)cta->memory.data() + 1023) / 1024 * 1024);
         cta->barrier.need = THREADS;
-        cta->warps.resize(WARPS);
+        cta->warps.resize(THREADS / 32);
         for (Warp& w : cta->warps) w.meet.need = 32;
         cta->index = c * size + r;
         cta->rank = r;
@@ -86,16 +86,24 @@ int main(int, char** argv) {
         f.context.uc_link = nullptr;
         makecontext(&f.context, fiber_main, 0);
       }
+      auto run = [&](Fiber& f) {
+        if (f.done) return 0;
+        current = &f;
+        swapcontext(&scheduler, &f.context);
+        return f.done ? 0 : 1;
+      };
       for (int running = size * THREADS; running;) {
         running = 0;
         const u32 skip = order ? (turns += 97) % fibers.size() : 0;
         for (size_t i = 0; i < fibers.size(); i++) {
           const size_t at = (i + skip) % fibers.size();
-          Fiber& f = fibers[turns % 2 ? fibers.size() - 1 - at : at];
-          if (f.done) continue;
-          current = &f;
-          swapcontext(&scheduler, &f.context);
-          running += !f.done;
+          running += run(fibers[turns % 2 ? fibers.size() - 1 - at : at]);
+        }
+        if (!order) continue;
+        const size_t ahead = turns / 97 % (fibers.size() / 32) * 32; // a warp that runs as far as the others let it
+        for (u64 before = progress - 1; before != progress;) {
+          before = progress;
+          for (size_t i = 0; i < 32; i++) run(fibers[ahead + i]);
         }
       }
     }
