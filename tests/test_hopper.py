@@ -263,8 +263,7 @@ def test_choose_plans_fills_the_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "match"),
-    [({"cluster": 3}, "cluster: expected"), ({"clusters": 0}, "clusters: expected")],
+    ("fields", "match"), [({"cluster": 3}, "cluster: expected"), ({"clusters": 0}, "clusters: expected")]
 )
 def test_plan_refuses_what_the_kernel_cannot_run(fields: dict[str, int], match: str) -> None:
     with pytest.raises(ValueError, match=match):
