@@ -41,6 +41,7 @@ def main() -> int:
     python = sys.executable
     steps: list[tuple[str, list[str]]] = [
         ("tests", [python, "-m", "pytest", "-q", "tests/test_gpu.py", "tests/test_hopper.py"]),
+        ("gallery", [python, "-m", "pytest", "-q", "-rs", "tests/test_audit_gallery.py", "-k", "gpu"]),
         ("eval.py test", [python, "eval.py", "test"]),
         ("eval.py benchmark", [python, "eval.py", "benchmark"]),
         ("eval.py leaderboard", [python, "eval.py", "leaderboard"]),
