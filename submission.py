@@ -22,8 +22,8 @@ import math
 import os
 import threading
 import time
+import types
 import warnings
-from collections import namedtuple
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import distributions
 from typing import Any
@@ -539,9 +539,9 @@ class Inputs:
     kv_scale: Tensor  # uint8 [>= total_kv, >= 18], any strides; byte b scales by 2^(b - 127), 255 is NaN
     kv_indptr: Tensor  # int32 | int64 [batch + 1]; sequence i owns tokens kv_indptr[i] .. kv_indptr[i + 1] - 1
     sm_scale: float  # factor on the scores
-    qo_indptr: Tensor | None = None  # int32 [batch + 1]
-    kv_fp8: Tensor | None = None  # e4m3fn | e4m3fnuz [total_kv, 1, 576]
-    kv_fp8_scale: Tensor | None = None  # float32, one element
+    qo_indptr: Any = None  # int32 [batch + 1], if any
+    kv_fp8: Any = None  # e4m3fn | e4m3fnuz [total_kv, 1, 576], if any
+    kv_fp8_scale: Any = None  # float32, one element
 
     @property
     def q_len(self) -> int:
@@ -550,7 +550,7 @@ class Inputs:
     def keys(self, rows: slice, cache: str) -> Tensor:
         """float32 [n, 576]: these rows of the "mxfp4" or the "fp8" cache."""
         if cache == "fp8":
-            return self.kv_fp8[rows].reshape(-1, QK_DIM).float() * self.kv_fp8_scale  # type: ignore[index,operator]
+            return self.kv_fp8[rows].reshape(-1, QK_DIM).float() * self.kv_fp8_scale.float()
         codes, byte = self.kv_fp4[rows], self.kv_scale[rows, :ROW_SCALES].to(torch.int32)
         magnitudes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device=codes.device)
         nibbles = torch.stack((codes & 0xF, codes >> 4), dim=-1).reshape(-1, ROW_SCALES, 32).long()
@@ -565,9 +565,9 @@ class Inputs:
 
     def describe(self, config: dict[str, Any]) -> Problem:
         """Check shapes, dtypes, devices and lengths; waits for the device, so it belongs to the pick."""
-        q, kv, sc, ki, qo = self.q, self.kv_fp4, self.kv_scale, self.kv_indptr, self.qo_indptr
-        _expect(q.dtype == torch.bfloat16 and q.ndim == 3 and q.shape[-1] == 576, "q", "bf16 [total_q, heads, 576]", q)
-        _expect(q.shape[1] in HEAD_COUNTS, "q", f"heads among {HEAD_COUNTS}", q)
+        q, kv, sc, ki, sm_scale, qo, fp8, fp8_scale = (getattr(self, f.name) for f in fields(self))
+        fits = q.dtype == torch.bfloat16 and q.ndim == 3 and q.shape[-1] == QK_DIM and q.shape[1] in HEAD_COUNTS
+        _expect(fits, "q", f"bf16 [total_q, heads, 576], heads among {HEAD_COUNTS}", q)
         integer = ki.dtype in (torch.int32, torch.int64)
         _expect(integer and ki.ndim == 1 and len(ki) > 1, "kv_indptr", "int32 or int64 [batch + 1], batch >= 1", ki)
         batch = len(ki) - 1
@@ -575,16 +575,28 @@ class Inputs:
         _expect(kv.ndim == 2 and kv.shape[1] == ROW_BYTES and kv.stride(1) == 1, "mxfp4 cache", "rows of 288 bytes", kv)
         fits = sc.ndim == 2 and len(sc) >= len(kv) and sc.shape[1] >= ROW_SCALES
         _expect(fits, "mxfp4 scale", f"bytes [>= {len(kv)}, >= {ROW_SCALES}]", sc)
-        for name, tensor in (("mxfp4 cache", kv), ("mxfp4 scale", sc), ("kv_indptr", ki)):
-            _expect(tensor.device == q.device, name, f"a tensor on q's device {q.device}", tensor)
-        _expect(0 < self.sm_scale < math.inf, "sm_scale", "finite and positive", self.sm_scale)
+        fits = fp8 is None or ("e4m3" in str(fp8.dtype) and fp8.numel() == len(kv) * QK_DIM)
+        _expect(fits, "fp8 cache", f"e4m3fn or e4m3fnuz [{len(kv)}, 1, 576]", fp8)
+        _expect(
+            fp8 is None or (fp8_scale is not None and fp8_scale.numel() == 1), "fp8 scale", "one element", fp8_scale
+        )
+        for name, t in {
+            "mxfp4 cache": kv,
+            "mxfp4 scale": sc,
+            "kv_indptr": ki,
+            "fp8": fp8,
+            "fp8 scale": fp8_scale,
+        }.items():
+            _expect(t is None or t.device == q.device, name, f"a tensor on q's device {q.device}", t)
+        _expect(0 < sm_scale < math.inf, "sm_scale", "finite and positive", sm_scale)
         for key, got in (("batch_size", batch), ("num_heads", q.shape[1]), ("q_seq_len", self.q_len)):
             _expect(config.get(key, got) == got, f"config[{key!r}]", f"{got}, as the tensors say", config.get(key))
         if qo is not None:
             _expect(qo.tolist() == list(range(0, len(q) + 1, self.q_len)), "qo_indptr", f"steps of {self.q_len}", qo)
         lengths, facts, pitch = self.lengths(), _device_facts(q.device), 0 if kv.storage_offset() % 16 else kv.stride(0)
+        native = torch.float8_e4m3fnuz if facts[0] == "gfx942" else torch.float8_e4m3fn
         return Problem(batch, len(q), q.shape[1], len(kv), max(lengths), min(lengths), *facts, q.device,
-                       pitch, sc.stride(), self.kv_fp8 is not None)  # fmt: skip
+                       pitch, sc.stride(), fp8 is not None and fp8.dtype == native)  # fmt: skip
 
 
 def _unpack(data: input_t) -> Inputs:
@@ -669,7 +681,6 @@ class TritonBackend:
         return run_decode(inputs, plan, inputs.q.new_empty((*inputs.q.shape[:2], LATENT_DIM)))
 
 
-AiterPlan = namedtuple("AiterPlan", ("q_dtype", "num_splits"))  # "fp8" | "bf16"; 1..32
 AITER_ORDER = {  # of arguments from 0.1.10.post2 to 0.1.20, of those that others lack or order otherwise
     "get_mla_metadata_info_v1": "q_dtype kv_dtype is_sparse fast_mode num_kv_splits intra_batch_mode",
     "get_mla_metadata_v1": "seqlens_qo_indptr seqlens_kv_indptr kv_last_page_lens is_causal work_metadata_ptrs "
@@ -710,27 +721,25 @@ class AiterBackend:
             return f"for gfx950 and gfx942, fp8, 16 heads, q_seq_len 1, sequences from {least}, {most} tokens: not {p}"
         return self.api if isinstance(self.api, str) else None
 
-    def plans(self, problem: Problem) -> list[AiterPlan]:
-        # The contest's own 32 first; fewer splits save merging where the batch alone fills the card.
+    def plans(self, problem: Problem) -> list[tuple[str, int]]:
+        """(dtype of the queries, splits): the contest's own 32, and fewer to merge where the batch fills the card."""
         splits = dict.fromkeys((32, min(32, max(1, 2 * problem.num_cus // problem.batch))))
         q_dtype = overrides()["MLA_FALLBACK_Q"]
-        return [AiterPlan(q, n) for n in splits for q in ("fp8", "bf16") if q_dtype in ("auto", q)]
+        return [(q, n) for n in splits for q in ("fp8", "bf16") if q_dtype in ("auto", q)]
 
-    def run(self, plan: AiterPlan, inputs: Inputs) -> Tensor:
-        assert inputs.kv_fp8 is not None and inputs.kv_fp8_scale is not None and inputs.qo_indptr is not None
+    def run(self, plan: tuple[str, int], inputs: Inputs) -> Tensor:
         if min(inputs.lengths()) < self.min_kv_len or int(inputs.kv_indptr[0]) != 0:  # since the pick
             return torch_attention(inputs)[0].to(torch.bfloat16)
-        kv_indptr, qo_indptr = inputs.kv_indptr.to(torch.int32), inputs.qo_indptr.to(torch.int32).contiguous()
-        q, q_scale, kv, last_page_len = inputs.q, None, inputs.kv_fp8.contiguous(), kv_indptr.diff()
+        (q_dtype, splits), modes = plan, {"fast_mode": False, "intra_batch_mode": True}
+        q, q_scale, kv, kv_indptr = inputs.q, None, inputs.kv_fp8.contiguous(), inputs.kv_indptr.to(torch.int32)
+        qo_indptr, last_page_len = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device), kv_indptr.diff()
         out = q.new_empty((*q.shape[:2], LATENT_DIM))
-        if plan.q_dtype == "fp8":  # per tensor as the contest's reference: amax, scale and quotient in bf16
+        if q_dtype == "fp8":  # per tensor as the contest's reference: amax, scale and quotient in bf16
             limit = torch.finfo(kv.dtype).max
             factor = q.abs().amax().clamp(min=1e-12) / limit
             q, q_scale = (q / factor).clamp(-limit, limit).to(kv.dtype), factor.to(torch.float32).reshape(1)
-        modes, splits = {"fast_mode": False, "intra_batch_mode": True}, plan.num_splits
         info = self.api.get_mla_metadata_info_v1(
-            len(last_page_len), 1, q.shape[1], q.dtype, kv.dtype, is_sparse=False, num_kv_splits=splits, **modes
-        )
+            len(last_page_len), 1, q.shape[1], q.dtype, kv.dtype, False, num_kv_splits=splits, **modes)  # fmt: skip
         meta, work_indptr, work_info, *reduce = (torch.empty(s, dtype=t, device=q.device) for s, t in info)
         self.api.get_mla_metadata_v1(
             qo_indptr, kv_indptr, last_page_len, q.shape[1], 1, True, meta, work_info, work_indptr, *reduce,
@@ -744,17 +753,6 @@ class AiterBackend:
             work_indptr=work_indptr, work_info_set=work_info, reduce_indptr=reduce[0], reduce_final_map=reduce[1],
             reduce_partial_map=reduce[2])  # fmt: skip
         return out
-
-
-class TorchBackend:
-    """float32 attention over the dequantised MXFP4 cache, one sequence at a time: slow, and right on any machine."""
-
-    name = "torch"
-    supports = staticmethod(lambda problem: None)
-    plans = staticmethod(lambda problem: ["float32"])
-
-    def run(self, plan: str, inputs: Inputs) -> Tensor:
-        return torch_attention(inputs)[0].to(torch.bfloat16)
 
 
 def torch_attention(inputs: Inputs, sequences: Any = None, cache: str = "mxfp4") -> tuple[Tensor, Tensor]:
@@ -773,9 +771,11 @@ def torch_attention(inputs: Inputs, sequences: Any = None, cache: str = "mxfp4")
     return tuple(map(torch.stack, zip(*results, strict=True)))  # type: ignore[return-value]
 
 
-# What foreign code can raise: compiler, launch, out of memory, changed interface; at import anything, also SystemExit.
-CANDIDATE_ERRORS = (Exception, SystemExit)
-OWN_BACKENDS = (AiterBackend(), TorchBackend(), TritonBackend())  # as long as the process: aiter is imported once
+TORCH = types.SimpleNamespace(  # slow, and right on any machine: one sequence at a time
+    name="torch", supports=lambda problem: None, plans=lambda problem: ["float32"],
+    run=lambda plan, inputs: torch_attention(inputs)[0].to(torch.bfloat16))  # fmt: skip
+CANDIDATE_ERRORS = (Exception, SystemExit)  # compiler, launch, memory, changed interface; at import anything
+OWN_BACKENDS = (AiterBackend(), TORCH, TritonBackend())  # as long as the process: aiter is imported once
 
 
 @functools.cache
@@ -917,7 +917,6 @@ class Pick:
                 c.drop(error)
         self.ranking.sort(key=lambda c: c.time_us * (1 - TIE * (c is fallback)) if timed else c is fallback)
         self.pick_s = time.perf_counter() - started
-        log.info("not for this problem: %s", refused)
         for c in candidates:
             log.info("%s: relative L2 %.1e, %.1f us, %s", c, c.rel_l2, c.time_us, c.out() or "right")
 
@@ -928,6 +927,7 @@ class Pick:
                 try:
                     return c.backend.run(c.plan, inputs)
                 except CANDIDATE_ERRORS as error:
+                    inputs.lengths()  # lengths out of bounds are the caller's fault
                     c.drop(error)
         told = self.refused | {str(c): c.out() for c in self.candidates}
         for c in self.ranking:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -203,6 +204,7 @@ class HopperBackend:
 
     def __init__(self) -> None:
         """Nothing is compiled or allocated before the first run."""
+        self._lock = threading.Lock()
         self._workspaces: dict[tuple[int, int], _Workspace] = {}
         self._launches: dict[tuple[HopperPlan, int, int, int], nvrtc.PreparedLaunch] = {}
         self._arenas: dict[int, _ZeroArena] = {}
@@ -272,20 +274,21 @@ class HopperBackend:
         queue = torch.cuda.current_stream().cuda_stream
         # A launch's argument struct is filled anew at each call, so two queues must not share one.
         key = (plan, scale.stride(0), index, queue)
-        launch = self._launches.get(key)
-        if launch is None:
-            kernel = load_kernel(index, scale.stride(0))
-            launch = kernel.prepare(plan.cluster * plan.clusters, plan.cluster)
-            self._launches[key] = launch
-        space = self._workspace(index, queue, batch, plan.clusters, q.device)
         out = torch.empty((batch, HEADS, LATENT_DIM), dtype=torch.bfloat16, device=q.device)
-        args = launch.args
-        args.q, args.kv, args.scale = q.data_ptr(), kv.data_ptr(), scale.data_ptr()
-        args.kv_indptr, args.out = indptr.data_ptr(), out.data_ptr()
-        args.parts, args.part_stats = space.parts.data_ptr(), space.stats.data_ptr()
-        args.arrivals = space.arrivals.data_ptr()
-        args.log2_scale, args.batch = sm_scale * math.log2(math.e), batch
-        launch(queue)
+        with self._lock:  # threads share a queue, and with it the struct from here until the launch has read it
+            launch = self._launches.get(key)
+            if launch is None:
+                kernel = load_kernel(index, scale.stride(0))
+                launch = kernel.prepare(plan.cluster * plan.clusters, plan.cluster)
+                self._launches[key] = launch
+            space = self._workspace(index, queue, batch, plan.clusters, q.device)
+            args = launch.args
+            args.q, args.kv, args.scale = q.data_ptr(), kv.data_ptr(), scale.data_ptr()
+            args.kv_indptr, args.out = indptr.data_ptr(), out.data_ptr()
+            args.parts, args.part_stats = space.parts.data_ptr(), space.stats.data_ptr()
+            args.arrivals = space.arrivals.data_ptr()
+            args.log2_scale, args.batch = sm_scale * math.log2(math.e), batch
+            launch(queue)
         return out
 
     def _workspace(self, index: int, queue: int, batch: int, clusters: int, device: torch.device) -> _Workspace:

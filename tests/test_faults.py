@@ -289,7 +289,7 @@ def amd(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which aiter would be wanted; its own backends have met nothing yet."""
     on_device(monkeypatch, arch="gfx950", num_cus=256)
     monkeypatch.setattr(submission.TritonBackend, "supports", lambda self, problem: "left out")
-    backends = (submission.AiterBackend(), submission.TorchBackend(), submission.TritonBackend())
+    backends = (submission.AiterBackend(), submission.TORCH, submission.TritonBackend())
     monkeypatch.setattr(submission, "OWN_BACKENDS", backends)
 
 

@@ -91,7 +91,7 @@ def _inputs(**change: Any) -> submission.Inputs:
         ({"q": torch.zeros(2, 16, 576)}, "q: expected bf16"),
         ({"q": torch.zeros(2, 16, 512, dtype=torch.bfloat16)}, "q: expected bf16"),
         ({"q": torch.zeros(2, dtype=torch.bfloat16)}, "q: expected bf16"),
-        ({"q": torch.zeros(2, 12, 576, dtype=torch.bfloat16)}, "q: expected heads among"),
+        ({"q": torch.zeros(2, 12, 576, dtype=torch.bfloat16)}, "q: expected .*heads among"),
         ({"q": torch.zeros(3, 16, 576, dtype=torch.bfloat16)}, "q: expected total_q a multiple of batch 2"),
         ({"kv_fp4": torch.zeros(17, 287, dtype=torch.uint8)}, "mxfp4 cache: expected"),
         ({"kv_fp4": torch.zeros(288, 17, dtype=torch.uint8).T}, "mxfp4 cache: expected"),
@@ -373,7 +373,7 @@ def _aiter_backend(module: Any) -> submission.AiterBackend:
 def test_aiter_call_keeps_the_contract(q_dtype: str) -> None:
     module = _aiter()
     inputs = submission._unpack(contest_data(2, 200))
-    out = _aiter_backend(module).run(submission.AiterPlan(q_dtype, 32), inputs)
+    out = _aiter_backend(module).run((q_dtype, 32), inputs)
     assert out.shape == (2, 16, 512) and [name for name, _ in module.calls] == ["metadata", "decode"]
     metadata, decode = (arguments for _, arguments in module.calls)
     assert metadata["max_split_per_batch"] == decode["num_kv_splits"] == 32
@@ -387,8 +387,8 @@ def test_aiter_never_sees_a_short_sequence_even_after_the_pick() -> None:
     module = _aiter()
     q, kv, qo, _, config = contest_data(2, 200)
     short = submission._unpack((q, kv, qo, torch.tensor([0, 395, 400], dtype=torch.int32), config))
-    out = _aiter_backend(module).run(submission.AiterPlan("bf16", 32), short)
-    assert module.calls == [] and torch.equal(out, submission.TorchBackend().run("float32", short))
+    out = _aiter_backend(module).run(("bf16", 32), short)
+    assert module.calls == [] and torch.equal(out, submission.TORCH.run("float32", short))
 
 
 @pytest.mark.parametrize(
