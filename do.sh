@@ -3,13 +3,14 @@
 #   sh do.sh run           check and time submission.py on whatever this machine has (AMD, NVIDIA or CPU only)
 #   sh do.sh test          lint, types and all tests
 #   sh do.sh gpu-check     on a GPU: ranked shapes, overlapping queues, every mode of eval.py, memory checker
+#   sh do.sh versions      the tests that depend on it against other releases of torch and Triton, in turn (7 GB)
 #   sh do.sh submit-check  lint and audit submission.py as it would be uploaded, and print the upload command
 # Needs a shell and Python 3.10 or newer. A torch or triton that is already there is kept, whatever its version.
 set -eu
 cd "$(dirname "$0")"
 job=${1:-help}
-case $job in run | test | gpu-check | submit-check) ;; *)
-    sed -n '2,7p' "$0" | cut -c3-
+case $job in run | test | gpu-check | versions | submit-check) ;; *)
+    sed -n '2,8p' "$0" | cut -c3-
     [ "$job" = help ] || { echo "do.sh: unknown job '$job'" >&2; exit 2; }
     exit 0 ;;
 esac
@@ -44,7 +45,7 @@ wanted=""
 need() { if lacks "$1"; then wanted="$wanted $2"; fi; }
 need yaml pyyaml
 need rich rich
-if [ "$job" = test ]; then
+if [ "$job" = test ] || [ "$job" = versions ]; then
     need pytest 'pytest>=8'
     need xdist 'pytest-xdist>=3.5'
     need hypothesis 'hypothesis>=6.100'
@@ -68,6 +69,9 @@ test)
     "$python" -m pytest -n "${TEST_WORKERS:-2}" --dist loadfile ;;
 gpu-check)
     "$python" tests/gpu_check.py ;;
+versions)
+    shift
+    "$python" tests/versions.py "$@" ;;
 submit-check)
     "$python" eval.py audit --submission submission.py
     echo "popcorn-cli submit --gpu MI355X --leaderboard amd-mixed-mla --mode leaderboard submission.py" ;;

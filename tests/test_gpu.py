@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -101,6 +103,60 @@ def test_overlapping_calls_on_two_queues_do_not_disturb_each_other() -> None:
         torch.cuda.synchronize()
         for i in range(2):
             assert all(torch.equal(out, want[i]) for out in outs[i]), str(candidate)
+
+
+def test_threads_on_one_queue_do_not_disturb_each_other() -> None:
+    """Threads share the default queue: what a launch reads on the host is not another thread's."""
+    datas = [reference.generate_input(4, 1, kv, kv) for kv in (500, 1000, 1500, 500)]
+    datas[3] = (datas[3][0] * 2, *datas[3][1:])
+    want = [submission.custom_kernel(data) for data in datas]
+    with ThreadPoolExecutor(8) as pool:
+        outs = list(pool.map(lambda i: submission.custom_kernel(datas[i % 4]), range(400), timeout=300))
+    torch.cuda.synchronize()
+    assert [i for i, out in enumerate(outs) if not torch.equal(out, want[i % 4])] == []
+    assert all(worst(data, out) <= REL_L2 for data, out in zip(datas, want, strict=True))
+
+
+def test_calls_over_many_shapes_do_not_grow_memory() -> None:
+    datas = [reference.generate_input(2, 1, kv, kv) for kv in range(100, 120)]
+
+    def calls(rounds: int) -> int:
+        for data in datas * rounds:
+            submission.custom_kernel(data)
+        torch.cuda.synchronize()
+        gc.collect()
+        return torch.cuda.memory_allocated()
+
+    before = calls(5)
+    assert calls(100) <= before
+
+
+def test_tensors_on_the_second_device() -> None:
+    """The first device stays the current one; Triton would launch there."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("reason: one GPU on this machine; a stand-in is in test_concurrency.py")
+    data = reference.generate_input(4, 1, 1000, 3)
+    want = submission.custom_kernel(data)
+    other = _to(data, torch.device("cuda", 1))
+    for _ in range(2):
+        out = submission.custom_kernel(other)
+        assert out.device == other[0].device and torch.cuda.current_device() == 0
+        assert worst(data, out.to(want.device)) <= REL_L2
+        assert worst(data, submission.custom_kernel(data)) <= REL_L2
+    inputs = submission._unpack(other)
+    with torch.cuda.device(1):
+        outs = [c.backend.run(c.plan, inputs) for c in submission._picks[submission._shape_key(other)].ranking]
+    assert all(worst(data, out.to(want.device)) <= REL_L2 for out in outs)
+    out, _ = submission.mla_decode(other[0], *other[1]["mxfp4"], other[3], other[4]["sm_scale"])
+    assert worst(data, out.to(want.device)) <= REL_L2
+
+
+def _to(data: Any, device: torch.device) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data.to(device)
+    if isinstance(data, dict):
+        return {k: _to(v, device) for k, v in data.items()}
+    return tuple(_to(x, device) for x in data) if isinstance(data, tuple) else data
 
 
 def test_captured_graph_replays_right_with_new_values() -> None:
