@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import importlib
 import importlib.util
+import math
 import os
 import re
 import signal
@@ -24,6 +25,7 @@ import sys
 import types
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
 HERE = Path(__file__).resolve().parent
 if importlib.util.find_spec("torch") is None:
@@ -73,7 +75,7 @@ def hide_command_line(names: tuple[str, ...] = ("POPCORN_SEED", "POPCORN_FD")) -
 
 
 EPILOG = """\
-modes:
+modes, each with a help of its own (eval.py test --help):
   test         is it right? every case of task.yml, or of CASES
   benchmark    how fast is it? one input per case, timed in the contest's order
   leaderboard  the same with fresh inputs each run, as the ranking is made
@@ -86,11 +88,66 @@ exit: 0 pass, 2 usage, 110 device failure, 111 result pipe, 112 check failed, 11
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+# What `eval.py MODE --help` says beside the options: what the mode does, and what comes next.
+MODE_HELP = {
+    "test": """\
+Is the submission right? Every case of task.yml (or of CASES) runs once in a process of its own.
+The output must pass the contest's check and be close to honest attention over one of the three
+caches, per sequence and head.
+On a CPU: Triton kernels in its interpreter on reduced shapes, then their gfx950 code in the
+emulator.""",
+    "benchmark": """\
+How fast is it? One input per ranked shape, timed in the contest's order with a cold cache; all
+outputs are checked.
+--json FILE keeps the times, --compare FILE shows ratios to them, --plot FILE draws them.
+On a CPU nothing can be timed: the outputs are checked and the prediction of `inspect` is shown.""",
+    "leaderboard": """\
+How fast is it, with fresh inputs in every run, as the ranking is made? Otherwise like benchmark.""",
+    "profile": """\
+Where does the time go? One call of every ranked shape under torch's profiler.""",
+    "audit": """\
+Does the submission honestly compute attention over the whole cache? Adversarial inputs, replay,
+late and shared outputs, many calls, other shapes, on a GPU the clocks: a table of checks with their
+evidence, then HONEST or REFUSED.
+exit: 0 honest, 112 refused, 2 the file cannot be loaded.""",
+    "inspect": """\
+What does the machine code of the ranked plans cost? gfx950 code is executed in an emulator, priced
+by unit, and a time is predicted. --plot FILE draws the cycle budget; --arch sm_90 shows the
+assembler's figures for the portable kernel.""",
+}
+NEXT_MODE = {
+    "test": "next: `python eval.py audit`, then `benchmark` on a GPU",
+    "benchmark": "next: `python eval.py leaderboard`",
+    "leaderboard": "next: `sh do.sh submit-check`, then upload (README.md)",
+    "profile": "next: `python eval.py benchmark --explain` shows what the submission's picker tried",
+    "audit": "next: `python -m evalkit.lint FILE` shows what the contest's server refuses",
+    "inspect": "next: docs/gfx950.md tells how to read the figures",
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Says in an error what to do next."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(EXIT_USAGE, f"eval.py: {message}\nnext: `python eval.py --help` lists modes and options\n")
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not (value > 0 and math.isfinite(value)):
+        raise argparse.ArgumentTypeError(f"expected a finite number above 0, got {text}")
+    return value
+
+
+def build_parser(mode: str | None = None) -> argparse.ArgumentParser:
+    """The parser; with a mode its help is about that one."""
+    parser = Parser(
         prog="eval.py",
-        description="Check and time a submission; without a GPU in Triton's interpreter, on reduced shapes.",
-        epilog=EPILOG,
+        description=MODE_HELP[mode]
+        if mode
+        else "Check and time a submission; without a GPU in Triton's interpreter, on reduced shapes.",
+        epilog=NEXT_MODE[mode] if mode else EPILOG,
+        usage=f"eval.py {mode or 'MODE'} [CASES] [options]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("mode", choices=(*MODES, *EXTRA_MODES), help="what to do, see below")
@@ -100,11 +157,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything to FILE too")
     parser.add_argument("--seed", type=int, help="work this number into every seed (default: POPCORN_SEED, if set)")
     parser.add_argument(
-        "--tolerance", type=float, default=STRICT_REL_L2, help=f"of the strict check (default: {STRICT_REL_L2})"
+        "--tolerance", type=positive, default=STRICT_REL_L2, help=f"of the strict check (default: {STRICT_REL_L2})"
     )
     limits = ", ".join(f"{seconds:.0f} on {device}" for device, seconds in FIRST_CALL_LIMIT_S.items())
     parser.add_argument(
-        "--timeout", type=float, metavar="S", help=f"limit of a case's first call in seconds (default: {limits})"
+        "--timeout", type=positive, metavar="S", help=f"limit of a case's first call in seconds (default: {limits})"
     )
     parser.add_argument(
         "--compare", type=Path, metavar="OLD.json", help="compare the times with an earlier --json file"
@@ -191,7 +248,8 @@ def main(argv: list[str] | None = None, nursery: Nursery | None = None) -> int:
         argv: arguments; those of this process by default, which then also hides them and answers signals.
         nursery: one to start workers from, when the caller runs several evaluations.
     """
-    options = build_parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    options = build_parser(next((word for word in words if word in MODE_HELP), None)).parse_args(words)
     if argv is None:
         hide_command_line()
         hide_from_workers()
@@ -263,7 +321,10 @@ def _run_mode(
         try:
             text = options.cases.read_text()
         except (OSError, UnicodeDecodeError) as error:
-            raise SpecError(f"{options.cases}: {error}") from error
+            reason = getattr(error, "strerror", None) or error
+            raise SpecError(
+                f"{options.cases}: {reason}; expected a file of cases, see `python eval.py --help`"
+            ) from error
         cases = parse_cases(text, options.cases.name)
     else:
         cases = manifest_cases("tests" if options.mode == "test" else "benchmarks")

@@ -26,7 +26,7 @@ from evalkit.judge import STRICT_REL_L2, Judge, Verdict, tolerances
 from evalkit.person import Screen, backend, header_lines, wrap
 from evalkit.protocol import EXIT_CHECK, EXIT_PASS, EXIT_USAGE, ResultPipe, escape
 from evalkit.report import environment, write_json
-from evalkit.running import Run, inspection_error
+from evalkit.running import Reporter, Run, inspection_error
 from evalkit.supervisor import REQUEST_LIMIT_S, Nursery, WorkerFailure, memory_files
 from evalkit.timing import clock_error, late_error, time_error, timed_answer
 from evalkit.transport import call, give_input, output_error, read_output
@@ -604,6 +604,21 @@ CHECKS: tuple[tuple[str, Callable[[Audit], str]], ...] = (
 # Command
 
 
+class Progress(Reporter):
+    """The name of the current check with the time since the start, on a terminal."""
+
+    def __init__(self, screen: Screen) -> None:
+        self.screen, self.text, self.began, self.shown_at = screen, "starting a worker", time.monotonic(), 0.0
+
+    def progress(self, text: str) -> None:
+        self.text, self.shown_at = text, time.monotonic()
+        self.screen.transient(f"{text} ... ({self.shown_at - self.began:.0f} s)")
+
+    def tick(self) -> None:
+        if self.screen.terminal and time.monotonic() - self.shown_at > 1.0:
+            self.progress(self.text)
+
+
 def document(audit: Audit, verdict: str, code: int, findings: list[lint.Finding]) -> dict[str, Any]:
     """The JSON file."""
     return {
@@ -659,7 +674,8 @@ def main(
         for line in header_lines(device, options.tolerance):
             screen.line(line)
         screen.line()
-        audit.on_progress = lambda text: screen.transient(f"{text} ... ({time.monotonic() - began:.0f} s)")
+        run.reporter = shown = Progress(screen)
+        audit.on_progress = shown.progress
     verdict = audit.perform()
     code = {"honest": EXIT_PASS, "unloadable": EXIT_USAGE}.get(verdict, EXIT_CHECK)
     content = submission.read_bytes()

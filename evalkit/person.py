@@ -177,9 +177,11 @@ class PersonReporter(Reporter):
         self.case_began = 0.0
         self.done_tokens = 0
         self.label = ""
+        self.doing = ""
+        self.shown_at = 0.0
 
     def start(self, run: Run, cases: list[Case]) -> None:
-        self.run, self.cases, self.began = run, cases, time.monotonic()
+        self.run, self.cases, self.began, self.done_tokens = run, cases, time.monotonic(), 0
         line = self.screen.line
         what = {
             "test": "checks",
@@ -187,6 +189,8 @@ class PersonReporter(Reporter):
             "leaderboard": "times, with fresh inputs each run,",
             "profile": "profiles",
         }[run.mode]
+        if run.device != "cuda" and run.mode in ("benchmark", "leaderboard"):
+            what = "checks"
         line(
             f"{run.mode}: {what} {run.submission.name} on {len(cases)} cases"
             " (unofficial: the contest's own run decides)"
@@ -216,14 +220,20 @@ class PersonReporter(Reporter):
         self.label = f"[{index + 1}/{len(self.cases)}] {case.shape}"
         self.progress("starting a worker, importing the file")
 
+    def tick(self) -> None:
+        if self.screen.terminal and time.monotonic() - self.shown_at > 1.0:
+            self.progress(self.doing)
+
     def progress(self, text: str) -> None:
-        now = time.monotonic()
+        self.doing = text
+        now = self.shown_at = time.monotonic()
         expected = ""
         total = sum(case.tokens for case in self.cases)
         # Small cases say nothing about large ones: their time is that of starting and compiling.
         if self.done_tokens > total / 5:
             ahead = total - self.done_tokens
-            expected = f", about {(self.case_began - self.began) * ahead / self.done_tokens:.0f} s to go"
+            left_s = (self.case_began - self.began) * ahead / self.done_tokens - (now - self.case_began)
+            expected = f", about {max(1.0, left_s):.0f} s to go"
         self.screen.transient(f"{self.label}: {text} ({now - self.began:.0f} s{expected})")
 
     def case_done(self, index: int, result: CaseResult) -> None:
@@ -383,7 +393,8 @@ def read_comparison(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise SpecError(f"--compare: {path}: {error}; expected a file that --json wrote") from error
+        reason = getattr(error, "strerror", None) or error
+        raise SpecError(f"--compare: {path}: {reason}; expected a file that --json wrote") from error
     if not isinstance(document, dict) or not isinstance(document.get("cases"), list):
         raise SpecError(f"--compare: {path}: expected a file that --json wrote")
     return document

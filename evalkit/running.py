@@ -83,6 +83,9 @@ class Reporter:
 
     def progress(self, text: str) -> None: ...
 
+    def tick(self) -> None:
+        """Called several times a second while a worker is waited for."""
+
     def case_done(self, index: int, result: CaseResult) -> None: ...
 
     def finish(self, run: Run, results: list[CaseResult], code: int) -> None: ...
@@ -152,6 +155,7 @@ class Run:
     def worker(self) -> Iterator[Worker]:
         """A fresh worker, ready to load a file."""
         with Worker(self.nursery, self.deadline) as worker:
+            worker.on_wait = self.reporter.tick
             folder, ours = str(self.submission.parent), str(Path(reference.__file__).parent)
             worker.request("setup", limit_s=120.0, device=self.device, folder=folder, harness=ours)
             yield worker

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +225,7 @@ class Worker:
         self.memory_bytes = CPU_MEMORY_BYTES
         if nursery.device == "cuda":
             self.memory_bytes = int(GPU_HOST_MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        self.on_wait: Callable[[], None] = lambda: None
         self.received = b""
         self.printed = 0
         self.text = b""
@@ -305,6 +306,7 @@ class Worker:
                 used = sum(_session_processes(self.pid or -1).values())
                 if used > self.memory_bytes:
                     self._fail(f"used {used >> 20} MiB of memory, the limit is {self.memory_bytes >> 20} MiB", "memory")
+            self.on_wait()
             readable, _, _ = select.select([self.sock.fileno(), *self.decoders], [], [], 0.1)
             self._drain()
             self._check_printed()

@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import eval as harness  # noqa: E402
 from evalkit import person  # noqa: E402
 from evalkit.cases import Case, SpecError  # noqa: E402
 from evalkit.running import CaseResult, Run, exit_code  # noqa: E402
@@ -120,9 +121,57 @@ def test_progress_shows_on_a_terminal_only():
     assert "done" in terminal.getvalue()
 
 
+def test_progress_moves_while_a_worker_is_waited_for(monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr(person.time, "monotonic", lambda: clock[0])
+    out = Terminal()
+    reporter = person.PersonReporter(person.Screen(out), False, None)
+    cases = [Case("a", {"batchsize": 4, "kvseqlen": 100}), Case("b", {"batchsize": 4, "kvseqlen": 300})]
+    run = Run("test", Path("submission.py"), "cpu", None, True)
+    for _ in range(2):
+        reporter.start(run, cases)
+        reporter.case_started(0, cases[0])
+        # A second run in the same process knows nothing of the first one's speed.
+        assert "to go" not in out.getvalue().rsplit("[1/2]", 1)[1]
+        clock[0] += 10
+        reporter.case_done(0, CaseResult("a", "4x100", passed=True))
+        reporter.case_started(1, cases[1])
+        assert "about 30 s to go" in out.getvalue().rsplit("[2/2]", 1)[1]
+        reporter.tick()
+        clock[0] += 12
+        reporter.tick()
+        assert "(22 s, about 18 s to go)" in out.getvalue().rsplit("[2/2]", 1)[1]
+        clock[0] += 50
+        reporter.tick()
+        assert "about 1 s to go" in out.getvalue().rsplit("[2/2]", 1)[1]
+        reporter.case_done(1, CaseResult("b", "4x300", passed=True))
+
+
 def test_tables_wrap_their_last_column():
     out = io.StringIO()
     person.Screen(out).table(["check", "evidence"], [["short", "word " * 60]], set())
     lines = out.getvalue().splitlines()
     assert max(map(len, lines)) <= 100
     assert len(lines) > 3
+
+
+def test_limits_that_would_pass_everything_are_refused(capsys):
+    for option in ("--tolerance", "--timeout"):
+        for value in ("nan", "0", "-1", "inf"):
+            with pytest.raises(SystemExit) as ended:
+                harness.main(["test", option, value, "--device", "cpu"])
+            assert ended.value.code == 2
+            message = capsys.readouterr().err
+            assert f"{option}: expected a finite number above 0, got {value}" in message
+            assert "next: `python eval.py --help`" in message
+
+
+@pytest.mark.parametrize("mode", (*harness.MODES, *harness.EXTRA_MODES))
+def test_every_mode_has_a_help_that_names_the_next_step(mode, capsys):
+    with pytest.raises(SystemExit) as ended:
+        harness.main([mode, "--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: eval.py {mode} ")
+    assert harness.MODE_HELP[mode] in text
+    assert "next: " in text
