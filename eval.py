@@ -27,6 +27,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+
+def _interrupted_early(number: int, frame: object) -> None:
+    """Nothing runs yet, and imports would answer an interruption with a traceback."""
+    os.write(2, b"eval.py: interrupted; nothing was left running\n")
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, _interrupted_early)
 HERE = Path(__file__).resolve().parent
 if importlib.util.find_spec("torch") is None:
     sys.exit("eval.py: torch is missing; `sh do.sh run` sets up what this machine lacks")
@@ -254,6 +263,7 @@ def main(argv: list[str] | None = None, nursery: Nursery | None = None) -> int:
         hide_command_line()
         hide_from_workers()
         signal.signal(signal.SIGTERM, _interrupted)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     pipe: ResultPipe | None = None
     code = EXIT_CHECK
     try:

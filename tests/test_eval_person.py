@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import signal
+import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -175,3 +177,21 @@ def test_every_mode_has_a_help_that_names_the_next_step(mode, capsys):
     assert text.startswith(f"usage: eval.py {mode} ")
     assert harness.MODE_HELP[mode] in text
     assert "next: " in text
+
+
+def test_ctrl_c_during_the_imports_is_no_traceback():
+    command = [sys.executable, "-X", "importtime", str(ROOT / "eval.py"), "test", "--device", "cpu"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        # One of the first modules behind the standard library: the imports of eval.py itself have begun.
+        if line.rstrip().endswith(" torch._utils_internal") or len(lines) > 2000:
+            break
+    process.send_signal(signal.SIGINT)
+    rest = process.stderr.read()
+    process.wait(timeout=60)
+    assert process.returncode == 130
+    assert "eval.py: interrupted; nothing was left running" in rest
+    assert "Traceback" not in rest
