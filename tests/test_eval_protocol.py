@@ -340,7 +340,7 @@ def test_benchmark_on_a_cpu_with_a_pipe_is_a_device_failure(cases_file):
         (["test"], {"POPCORN_FD": "x"}, 111, "POPCORN_FD"),
         (["test"], {"POPCORN_SEED": "many"}, 113, "expected an integer, got 'many'"),
         (["measure"], {}, 2, "invalid choice"),
-        ([], {}, 2, "usage"),
+        ([], {}, 2, "next: `python eval.py --help`"),
     ],
 )
 def test_bad_invocations_say_what_is_wrong(arguments, env, code, words):
