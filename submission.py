@@ -14,6 +14,7 @@ python eval.py test | benchmark: check this file, or time it, on whatever this m
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -43,8 +44,8 @@ try:
 except ImportError:
     gluon = gl = None
 _MEMORY: Any = getattr(gl, "shared_memory_descriptor", None)
-_view = getattr(_MEMORY, "reinterpret", None) or getattr(_MEMORY, "_reinterpret", None)  # renamed in Triton 3.9,
-# which would also keep sums in accumulation registers: more moves, and hazards that it does not see at inline assembly.
+_view: Any = getattr(_MEMORY, "reinterpret", None) or getattr(_MEMORY, "_reinterpret", None)  # renamed in Triton 3.9
+# 3.9 would keep sums in accumulation registers: more moves, and hazards that it does not see at inline assembly.
 GLUON_OPTIONS = {"llvm_fn_attrs": "amdgpu-agpr-alloc=0"} if hasattr(_MEMORY, "reinterpret") else {}
 GLUON = _view is not None  # else the plain bodies remain
 gluon_jit, constexpr_function = (gluon.jit, gluon.constexpr_function) if GLUON else (lambda f: f, lambda f: f)
@@ -55,8 +56,12 @@ HEAD_COUNTS, MAX_SPLITS = (8, 16, 32, 64, 128), 64
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 REL_L2_LIMIT = {"mxfp4": 1e-2, "fp8": 0.10}  # per sequence, against float32 attention over the cache that was read
-PICK_BUDGET_S, TIMED_RUNS, TIE = 20.0, 7, 0.02  # TIE: a candidate must beat the fallback by this share
-MAX_PICKS = 512  # shapes remembered; the longest unused goes first
+PICK_BUDGET_S, TIMED_RUNS, TIE, MAX_PICKS = (
+    20.0,
+    7,
+    0.02,
+    512,
+)  # TIE: by this share the fallback must be beaten; picks remembered
 log = logging.getLogger("mla")
 
 
@@ -71,16 +76,14 @@ def _expect(condition: bool, name: str, expected: str, got: object) -> None:
 class Plan:
     """How the Triton kernels cut one shape."""
 
-    body: str = "portable"  # "portable" (any GPU, interpreter) | "gfx950" (Gluon, matrix cores read FP4)
+    body: str = "portable"  # any GPU, interpreter | on gfx950 "scaled" (dot_scaled reads FP4) | "gfx950" (Gluon, too)
     num_splits: int = 1  # programs that share one sequence
     num_warps: int = 4  # warps (waves) per program; "gfx950" gives each 32 tokens of a tile
-    block_n: int = 64  # tokens per tile; the rest concerns "portable" alone
-    chunk: int = 128  # latent dims decoded and multiplied at a time
+    block_n: int = 64  # tokens per tile
 
     def __post_init__(self) -> None:
-        for name, allowed in (
-            ("body", ("portable", "gfx950")), ("num_splits", range(1, MAX_SPLITS + 1)), ("num_warps", (1, 2, 4, 8)),
-            ("block_n", (16, 32, 64, 128, 256)), ("chunk", (64, 128, 256, 512))):  # fmt: skip
+        for name, allowed in (("body", ("portable", "scaled", "gfx950")), ("num_splits", range(1, MAX_SPLITS + 1)),
+                              ("num_warps", (1, 2, 4, 8)), ("block_n", (16, 32, 64, 128, 256))):  # fmt: skip
             _expect(getattr(self, name) in allowed, f"Plan.{name}", f"one of {allowed}", repr(getattr(self, name)))
 
 
@@ -101,29 +104,30 @@ class Problem:
     scale_strides: tuple[int, ...] = (ROW_SCALES, 1)
     has_fp8: bool = True
 
-    def takes(self, plan: Plan) -> bool:
-        """Whether a plan's kernels can read what lies here."""
-        form = (self.arch, self.heads, self.total_q, self.kv_row_bytes, self.scale_strides[1])
-        return plan.body == "portable" or (GLUON and form == ("gfx950", 16, self.batch, ROW_BYTES, 1))
+    def bodies(self) -> list[str]:
+        """The kernel bodies that can read what lies here, the most promising first."""
+        fits = (self.heads, self.total_q, self.kv_row_bytes, self.scale_strides[1]) == (16, self.batch, ROW_BYTES, 1)
+        own = ["gfx950", "scaled"] if GLUON and fits else ["scaled"]
+        return [*own, "portable"] if self.arch == "gfx950" else ["portable"]
 
 
 # gfx950, ranked (batch, kv): waves, splits; `eval.py inspect` predicts the us (docs/gfx950.md), no card has timed them.
-RANKED_GFX950 = {
-    (4, 1024): (2, 16), (32, 1024): (8, 4), (64, 1024): (8, 4), (256, 1024): (8, 1),
-    (4, 8192): (8, 32), (32, 8192): (8, 8), (64, 8192): (8, 4), (256, 8192): (8, 1)}  # fmt: skip
+RANKED_GFX950 = {(4, 1024): (2, 16), (32, 1024): (8, 4), (64, 1024): (8, 4), (256, 1024): (8, 1),
+                 (4, 8192): (8, 32), (32, 8192): (8, 8), (64, 8192): (8, 4), (256, 8192): (8, 1)}  # fmt: skip
 
 
-def choose_plan(problem: Problem) -> Plan:
+def choose_plan(problem: Problem, body: str | None = None) -> Plan:
     """A ranked plan, or one that gives every compute unit work and no split under two tiles; pure."""
-    if problem.takes(Plan("gfx950")):
+    body = body or problem.bodies()[0]
+    if body == "gfx950":
         waves, splits = RANKED_GFX950.get((problem.batch, problem.kv_len_max), (8, 0))
-        plan = Plan("gfx950", num_warps=waves, block_n=32 * waves, num_splits=max(1, splits))
+        plan = Plan(body, num_warps=waves, block_n=32 * waves, num_splits=max(1, splits))
         if splits:
             return plan
         wanted = problem.num_cus // problem.batch  # one workgroup of 8 waves fills a compute unit's LDS
     else:
         warps = 8 if problem.arch.startswith("sm_") else 4  # on NVIDIA 4 spill at 64 tokens
-        plan = Plan(num_warps=warps, chunk=512 if problem.arch == "cpu" else 128)
+        plan = Plan(body, num_warps=warps, block_n=128 if body == "scaled" else 64)
         # Two resident programs a compute unit hide each other's barriers and exponentials.
         wanted = 2 * problem.num_cus // (problem.total_q * triton.cdiv(problem.heads, 16))
     tiles = triton.cdiv(problem.kv_len_max, plan.block_n)
@@ -131,91 +135,130 @@ def choose_plan(problem: Problem) -> Plan:
 
 
 def candidate_plans(problem: Problem) -> list[Plan]:
-    """The chosen plan first, then the few neighbours worth a measurement."""
-    plan = choose_plan(problem)
+    """The chosen plan first, then the few others worth a measurement."""
+    plan, *others = (choose_plan(problem, body) for body in problem.bodies())
     if problem.device.type == "cpu":  # nothing can be timed there
         return [plan]
-    other = replace(plan, body="portable", num_warps=4, block_n=64 if plan.body == "gfx950" else 32)
-    return list(dict.fromkeys((plan, replace(plan, num_splits=max(1, plan.num_splits // 2)), other)))
+    half = replace(plan, num_splits=max(1, plan.num_splits // 2))
+    return list(dict.fromkeys((plan, half, *(others or [replace(plan, block_n=32, num_warps=4)]))))
 
 
 @triton.jit
 def _load_tile(
-    kv_row, scale_row,  # uint8 [BLOCK_N, 1], pointers to the tokens' codes and scales
-    valid,  # bool [BLOCK_N, 1]
-    scale_col_stride, FIRST: tl.constexpr, DIMS: tl.constexpr, DTYPE: tl.constexpr):  # fmt: skip
-    """Dims FIRST .. FIRST + DIMS of the tokens, decoded, zeros where not valid: the cache format's only home."""
-    BLOCK_N: tl.constexpr = valid.shape[0]
-    byte = FIRST // 2 + tl.arange(0, DIMS // 2)[None, :]
-    block = FIRST // 32 + tl.arange(0, DIMS // 32)[None, :]
-    codes = tl.load(kv_row + byte, mask=valid, other=0)  # the even dim's code in the low nibble
-    exponent = tl.load(scale_row + block * scale_col_stride, mask=valid, other=0).to(tl.int32)
-    # 2^(byte - 127): byte 0 is the denormal 2^-127 and 255 is NaN, so both carry a mantissa bit.
-    special = (((exponent + 1) & 0xFE) == 0).to(tl.int32)
-    scale = ((exponent << 23) | (special << 22)).to(tl.float32, bitcast=True)
-    nibble = tl.join(codes & 0xF, codes >> 4).to(tl.int32)  # [BLOCK_N, DIMS / 2, 2]
-    # The sign goes to bit 31, exponent and mantissa to bits 24..22: as float32 that is the value times 2^-126.
-    value = (((nibble & 8) << 28) | ((nibble & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
-    value = tl.reshape(value, (BLOCK_N, DIMS // 32, 32)) * scale[:, :, None]
-    return tl.reshape(value, (BLOCK_N, DIMS)).to(DTYPE)
+    kv_row, scale_row, valid,  # [BLOCK_N, 1]: uint8 pointers to the tokens' codes and scales, bool
+    scale_col_stride, FIRST: tl.constexpr, SPAN: tl.constexpr, DIMS: tl.constexpr):  # fmt: skip
+    """Codes [BLOCK_N, DIMS / 2] and scales [BLOCK_N, DIMS / 32] of dims FIRST + i % SPAN, zeros where not valid."""
+    byte = FIRST // 2 + tl.arange(0, DIMS // 2)[None, :] % (SPAN // 2)
+    block = FIRST // 32 + tl.arange(0, DIMS // 32)[None, :] % (SPAN // 32)
+    codes = tl.load(kv_row + byte, mask=valid, other=0)
+    return codes, tl.load(scale_row + block * scale_col_stride, mask=valid, other=0)
+
+
+@triton.jit
+def _decode_tile(codes, scales, SCALED: tl.constexpr, DTYPE: tl.constexpr):
+    """DTYPE [BLOCK_N, DIMS]: with _load_tile the cache format's only home."""
+    BLOCK_N: tl.constexpr = codes.shape[0]
+    BLOCKS: tl.constexpr = scales.shape[1]
+    exponent = scales.to(tl.int32)
+    if SCALED:
+        # gfx950 makes two bf16 of a byte; of the float32 scale it takes the exponent bits as E8M0.
+        scale = (exponent << 23).to(tl.float32, bitcast=True)[:, :, None]
+        scale = tl.reshape(tl.broadcast_to(scale, (BLOCK_N, BLOCKS, 16)), codes.shape)
+        pair = tl.inline_asm_elementwise("v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2", "=v,v,v",
+                                         [codes.to(tl.int32), scale], tl.int32, is_pure=True, pack=1)  # fmt: skip
+        value = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
+    else:
+        # 2^(byte - 127): byte 0 is the denormal 2^-127 and 255 is NaN, so both carry a mantissa bit.
+        special = (((exponent + 1) & 0xFE) == 0).to(tl.int32)
+        scale = ((exponent << 23) | (special << 22)).to(tl.float32, bitcast=True)
+        nibble = tl.join(codes & 0xF, codes >> 4).to(tl.int32)  # [BLOCK_N, DIMS / 2, 2], the even dim's code is low
+        # The sign goes to bit 31, exponent and mantissa to bits 24..22: as float32 that is the value times 2^-126.
+        value = (((nibble & 8) << 28) | ((nibble & 7) << 22)).to(tl.float32, bitcast=True) * 8.507059173023462e37
+        value = tl.reshape(value, (BLOCK_N, BLOCKS, 32)) * scale[:, :, None]
+    return tl.reshape(value, (BLOCK_N, BLOCKS * 32)).to(DTYPE)
+
+
+@triton.jit
+def _quantize_q(x, AXIS: tl.constexpr):
+    """float32 [.., 32, ..], 32 along AXIS -> two fp8 terms, together all 8 bits of a bf16, and E8M0 [.., ..]."""
+    # A block with an infinity or a NaN gets the NaN scale, which reaches its own head only.
+    exponent = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS) >> 23
+    scale = tl.where(exponent == 255, 255, tl.maximum(exponent - 7, 0))
+    x *= tl.expand_dims(((254 - scale) << 23).to(tl.float32, bitcast=True), AXIS)
+    first = x.to(tl.float8e4nv)
+    return first, (x - first.to(tl.float32)).to(tl.float8e4nv), scale.to(tl.uint8)
+
+
+@triton.jit
+def _split_q(q):
+    """bf16 [DIMS, 16] -> two fp8 terms [DIMS, 16] and their scales [16, DIMS / 32]."""
+    first, second, scale = _quantize_q(tl.reshape(q.to(tl.float32), (q.shape[0] // 32, 32, 16)), 1)
+    return tl.reshape(first, q.shape), tl.reshape(second, q.shape), tl.trans(scale)
 
 
 @triton.jit
 def _attend_kernel(
-    q_ptr,  # bf16 [total_q, heads, 576]
-    kv_ptr,  # uint8 [total_kv, 288], rows kv_row_stride apart
-    scale_ptr,  # uint8 [>= total_kv, >= 18]
-    kv_indptr_ptr,  # int32 | int64 [batch + 1]
-    out_ptr,  # bf16 | float32 [total_q, num_splits, heads, 512], normalised per split
-    lse_ptr,  # float32 [total_q, num_splits, heads], natural log, or None
-    kv_row_stride, scale_row_stride, scale_col_stride, num_splits, q_len,
-    qk_scale,  # sm_scale * log2(e)
+    q_ptr, kv_ptr,  # bf16 [total_q, heads, 576], uint8 [total_kv, 288]
+    scale_ptr, kv_indptr_ptr,  # uint8 [>= total_kv, >= 18], int32 | int64 [batch + 1]
+    out_ptr, lse_ptr,  # bf16 | float32 [total_q, num_splits, heads, 512], float32 [.., heads], natural log, or None
+    kv_row_stride, scale_row_stride, scale_col_stride, num_splits, q_len, qk_scale,  # sm_scale * log2(e)
     HEADS: tl.constexpr, BLOCK_N: tl.constexpr,
-    CHUNK: tl.constexpr,  # latent dims at a time
+    CHUNK: tl.constexpr, SCALED: tl.constexpr,  # latent dims at a time; matrix cores take K as FP4, Q as two fp8 terms
     DTYPE: tl.constexpr,  # bfloat16; float32 in the interpreter, which computes bf16 on raw bits
 ):  # fmt: skip
-    tl.static_assert(HEADS == 8 or HEADS % 16 == 0)
-    GROUPS: tl.constexpr = (HEADS + 15) // 16  # programs of 16 heads, what matrix units want
     # Axis 0 runs fastest, over sequences: with batch % 8 == 0 the splits of one share one of 8 dies and its L2.
-    row = tl.program_id(0) // GROUPS  # query token
-    split = tl.program_id(1)
-    first = tl.load(kv_indptr_ptr + row // q_len).to(tl.int64)
+    row, split = tl.program_id(0), tl.program_id(1)  # query token, split
+    first_token = tl.load(kv_indptr_ptr + row // q_len).to(tl.int64)
     # Query token j of q_len sees the cache up to and including its own position.
-    length = tl.load(kv_indptr_ptr + row // q_len + 1).to(tl.int64) - first - (q_len - 1 - row % q_len)
+    length = tl.load(kv_indptr_ptr + row // q_len + 1).to(tl.int64) - first_token - (q_len - 1 - row % q_len)
     length = tl.maximum(length, 0).to(tl.int32)
     tiles = tl.cdiv(length, BLOCK_N)
     begin = (tiles * split) // num_splits * BLOCK_N
     end = tl.minimum((tiles * (split + 1)) // num_splits * BLOCK_N, length)
-    head = tl.program_id(0) % GROUPS * 16 + tl.arange(0, 16)
+    head = tl.program_id(2) * 16 + tl.arange(0, 16)  # 16 are what matrix units want
     is_head = head < HEADS
     q_base = q_ptr + row.to(tl.int64) * (HEADS * 576) + head[None, :] * 576
     dim = tl.arange(0, CHUNK)[:, None]
     q_latent, acc = (), ()
     for c in tl.static_range(512 // CHUNK):
-        q_latent += (tl.load(q_base + c * CHUNK + dim, mask=is_head[None, :], other=0.0).to(DTYPE),)  # type: ignore[assignment]
+        q = tl.load(q_base + c * CHUNK + dim, mask=is_head[None, :], other=0.0)
+        q_latent += (_split_q(q) if SCALED else q.to(DTYPE),)  # type: ignore[assignment]
         acc += (tl.zeros([CHUNK, 16], tl.float32),)  # type: ignore[assignment]
-    q_rope = tl.load(q_base + 512 + tl.arange(0, 64)[:, None], mask=is_head[None, :], other=0.0).to(DTYPE)  # [64, 16]
-
+    ROPE: tl.constexpr = 128 if SCALED else 64  # one step of the matrix cores takes the 64 dims against both terms
+    rope_dim = tl.arange(0, ROPE)[:, None]
+    q_rope = tl.load(q_base + 512 + rope_dim % 64, mask=is_head[None, :], other=0.0).to(DTYPE)  # [ROPE, 16]
+    if SCALED:
+        first, second, q_scale = _split_q(q_rope)
+        q_rope = tl.where(rope_dim < 64, first.to(tl.float32), second.to(tl.float32)).to(tl.float8e4nv)
     m = tl.full([16], -float("inf"), tl.float32)
     l = tl.zeros([16], tl.float32)
     for start in range(begin, end, BLOCK_N):
-        token = first + start + tl.arange(0, BLOCK_N)[:, None]  # int64
-        valid = token < first + end
+        token = first_token + start + tl.arange(0, BLOCK_N)[:, None]  # int64
+        valid = token < first_token + end
         kv_row = kv_ptr + token * kv_row_stride
         scale_row = scale_ptr + token * scale_row_stride
         # Tokens are the rows of both products, so that the warps share the work: 16 heads alone would not fill them.
-        s = tl.dot(_load_tile(kv_row, scale_row, valid, scale_col_stride, 512, 64, DTYPE), q_rope)
+        k, e = _load_tile(kv_row, scale_row, valid, scale_col_stride, 512, 64, ROPE)
+        if SCALED:
+            s = tl.dot_scaled(k, e, "e2m1", q_rope, q_scale, "e4m3")
+        else:
+            s = tl.dot(_decode_tile(k, e, SCALED, DTYPE), q_rope)
         latent = ()
         for c in tl.static_range(512 // CHUNK):
-            latent += (_load_tile(kv_row, scale_row, valid, scale_col_stride, c * CHUNK, CHUNK, DTYPE),)  # type: ignore[assignment]
-            s = tl.dot(latent[c], q_latent[c], s)
+            k, e = _load_tile(kv_row, scale_row, valid, scale_col_stride, c * CHUNK, CHUNK, CHUNK)
+            latent += (_decode_tile(k, e, SCALED, DTYPE),)  # type: ignore[assignment]
+            if SCALED:
+                s = tl.dot_scaled(k, e, "e2m1", q_latent[c][0], q_latent[c][2], "e4m3", s)
+                s = tl.dot_scaled(k, e, "e2m1", q_latent[c][1], q_latent[c][2], "e4m3", s)
+            else:
+                s = tl.dot(latent[c], q_latent[c], s)
         s = tl.where(valid, s * qk_scale, -float("inf"))  # [BLOCK_N, 16]
         m_next = tl.maximum(m, tl.max(s, 0))
         p = tl.exp2(s - m_next[None, :])  # NaN if every score so far is -inf, as softmax has it
         kept = l * tl.exp2(m - m_next)
-        l = kept + tl.sum(p, 0)
-        m = m_next
-        p, kept, acc_next = p / l[None, :], kept / l, ()  # acc is a mean of V at all times: no sum can overflow
+        l, m = kept + tl.sum(p, 0), m_next
+        inverse = 1.0 / l  # acc is a mean of V at all times: no sum can overflow
+        p, kept, acc_next = p * inverse[None, :], kept * inverse, ()
         for c in tl.static_range(512 // CHUNK):
             acc_next += (tl.dot(tl.trans(latent[c]), p.to(DTYPE), acc[c] * kept[None, :]),)  # type: ignore[assignment]
         acc = acc_next
@@ -232,8 +275,7 @@ def _attend_kernel(
 def _merge_kernel(
     partial_out_ptr, partial_lse_ptr,  # float32, as _attend_kernel leaves them
     out_ptr, lse_ptr,  # bf16 [total_q, heads, 512], float32 [total_q, heads] or None
-    num_splits, HEADS: tl.constexpr, BLOCK_D: tl.constexpr,
-    SPLITS: tl.constexpr,  # num_splits rounded up to a power of two
+    num_splits, HEADS: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,  # SPLITS: up to a power of two
 ):  # fmt: skip
     """Merge the splits of one (query token, head) over BLOCK_D dims; an empty split weighs 0, NaN stays NaN."""
     out_slot = tl.program_id(0).to(tl.int64)
@@ -252,21 +294,16 @@ def _merge_kernel(
         tl.store(lse_ptr + out_slot, peak + tl.log(total))
 
 
-# On gfx950 (docs/gfx950.md):
-# cache -> LDS (asynchronous copies, two tiles) -> packed FP4 K, Q as two fp8 terms -> scaled MFMA -> S^T [token, head]
-# S^T -> P = 2^(S - m), bf16 -> LDS; tile -> v_cvt_scalef32_pk_bf16_fp4 -> V^T, bf16 MFMA with P -> O^T [dim, head]
-# For S^T each wave owns 32 tokens; for O^T a pair of waves owns its 64 tokens and each wave half of the dims, so that O
-# takes 64 registers. wave = 2 pair + half; a tile's rows in LDS are 64 pair + 4 unit + 2 half + j for row `unit` =
-# 4 g + r of matrix tile j. Block 4 g + step of a row lies at position 4 step + g: a lane's four scales are neighbours.
+# docs/gfx950.md tells how this maps to the hardware. wave = 2 pair + half. A tile's rows in LDS are 64 pair + 4 unit +
+# 2 half + j for row `unit` = 4 g + r of matrix tile j. Block 4 g + step of a row lies at position 4 step + g: a lane's
+# four scales are neighbours.
 
 
 @constexpr_function
 def _fields(shape, *places):
     """Layout in which each axis lies wholly in registers, lanes or waves: three lists of axes, fastest first."""
-    bases = [
-        [[(a == axis) << bit for a in range(len(shape))] for axis in axes for bit in range(9) if 1 << bit < shape[axis]]
-        for axes in places
-    ]
+    n = range(len(shape))
+    bases = [[[(a == x) << bit for a in n] for x in axes for bit in range(9) if 1 << bit < shape[x]] for axes in places]
     return gl.DistributedLinearLayout(*bases, [], list(shape))
 
 
@@ -298,8 +335,7 @@ def _index(shape: gl.constexpr, layout: gl.constexpr, terms: gl.constexpr, start
     for t in gl.static_range(len(terms)):
         i = gl.arange(0, shape[terms[t][0]], layout=_keep(layout, len(shape), terms[t][0]))
         for a in gl.static_range(len(shape)):
-            if a != terms[t][0]:
-                i = gl.expand_dims(i, a)
+            i = gl.expand_dims(i, a) if a != terms[t][0] else i
         x += i * terms[t][1]
     return x
 
@@ -319,9 +355,8 @@ def _token(row, WAVES: gl.constexpr):
 @gluon_jit
 def _copy_tile(tile, kv_ptr, row, WAVES: gl.constexpr):
     # int32 [tokens, 64] of LDS <- latent words of the tokens, 16 bytes a lane
-    BN: gl.constexpr = WAVES * 32
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 4], [4, 16], [WAVES, 1], [1, 0])
-    token = _token(gl.arange(0, BN, layout=gl.SliceLayout(1, LAYOUT)), WAVES)
+    token = _token(gl.arange(0, WAVES * 32, layout=gl.SliceLayout(1, LAYOUT)), WAVES)
     word = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
     word = word // 4 % 4 * 16 + word // 16 * 4 + word % 4
     async_copy.buffer_load_to_shared(tile, kv_ptr + row.to(gl.int64) * 72, token[:, None] * 72 + word[None, :])
@@ -345,32 +380,6 @@ def _load_bytes(ptr, row, PITCH: gl.constexpr, FIRST: gl.constexpr, FIELD: gl.co
 
 
 @gluon_jit
-def _quantize_q(x):
-    # float32 [head, block, 32] -> two fp8 terms, together all 8 bits of a bf16, and E8M0 [head, block]. A block with an
-    # infinity or a NaN gets the NaN scale, which reaches its own head only.
-    exponent = gl.max(x.to(gl.int32, bitcast=True) & 0x7FFFFFFF, axis=2) >> 23
-    scale = gl.where(exponent == 255, 255, gl.maximum(exponent - 7, 0))
-    x *= ((254 - scale) << 23).to(gl.float32, bitcast=True)[:, :, None]
-    first = x.to(gl.float8e4nv)
-    return first, (x - first.to(gl.float32)).to(gl.float8e4nv), scale.to(gl.uint8)
-
-
-@gluon_jit
-def _accumulate(acc, words, scale, p):
-    """acc[1 + i] + V^T P for dims i of the int32 words [wave, token, row, word]; acc[0] sums P."""
-    LAYOUT: gl.constexpr = gl.DotOperandLayout(0, acc[1].type.layout, 8)
-    out = (cdna4.mfma(gl.full([acc[0].shape[0], 16, 64], 1.0, gl.bfloat16, LAYOUT), p, acc[0]),)
-    for i in gl.static_range(8):
-        # Two scaled bf16 of a byte. Of the scale it takes the exponent bits as E8M0: 0 is 2^-127.
-        v = gl.inline_asm_elementwise(f"v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[{i // 2 % 2},{i // 4},0]",
-                                      "=v,v,v", [words, scale], gl.int32, is_pure=True, pack=1)  # fmt: skip
-        v = v.permute([0, 3, 2, 1]).reshape([v.shape[0], 32, v.shape[1]])
-        v = (v >> i % 2 * 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
-        out += (cdna4.mfma(_same(v, LAYOUT), p, acc[1 + i]),)  # type: ignore[assignment]
-    return out
-
-
-@gluon_jit
 def _attend_gfx950_kernel(
     q_ptr, kv_ptr, scale_ptr, kv_indptr_ptr, out_ptr, lse_ptr,  # as in _attend_kernel
     qk_scale,  # kv_ptr: int32 [>= 32 * WAVES, 72], 16-byte aligned
@@ -384,6 +393,7 @@ def _attend_gfx950_kernel(
     K_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, S_LAYOUT, 16)
     Q_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, S_LAYOUT, 16)
     O_LAYOUT: gl.constexpr = AMDMFMALayout(4, [16, 16, 32], False, [WAVES, 1, 1])
+    V_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 8)
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(1, O_LAYOUT, 8)
     M_LAYOUT: gl.constexpr = _keep(O_LAYOUT, 3, 2)
     LOAD_LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [16, 4], [1, WAVES], [1, 0])
@@ -397,8 +407,6 @@ def _attend_gfx950_kernel(
     VS_SHAPE: gl.constexpr = (PAIRS, 2, 8, 2, 4, 2, 2)  # pair, half of the dims, position, part, g, half, j
     VS_FIELDS: gl.constexpr = _fields(VS_SHAPE, [6, 5], [3, 2, 4], [1, 0])
     VS_BYTES: gl.constexpr = (PAIRS, 4, 4, 4, 2, 2, 4)  # pair, step, block % 4, g, half, j, r
-    VS_WORDS: gl.constexpr = (PAIRS, 2, 8, 4, 2, 2)
-
     pid = gl.program_id(0)
     seq = pid % NUM_DIES + pid // (NUM_DIES * NUM_SPLITS) * NUM_DIES
     split = pid // NUM_DIES % NUM_SPLITS
@@ -406,19 +414,17 @@ def _attend_gfx950_kernel(
     chunk = gl.cdiv(gl.cdiv(end - begin, BN), NUM_SPLITS) * BN
     begin = gl.minimum(begin + split * chunk, end)
     end = gl.minimum(begin + chunk, end)
-
     lds = gl.allocate_shared_memory(gl.int32, [2, BN, 64], _rows([BN, 64], 256, 4))  # two tiles
     q_lds = gl.allocate_shared_memory(gl.float8e4nv, [2, H, 512], _q_rows(512))  # two terms of latent Q
     qr_lds = gl.allocate_shared_memory(gl.float8e4nv, [H, 128], _q_rows(128))
-
     q_ptr += seq.to(gl.int64) * (H * 576)
     kv8_ptr = kv_ptr.to(gl.pointer_type(gl.uint8), bitcast=True)
     head = gl.arange(0, H, layout=gl.SliceLayout(1, LOAD_LAYOUT))[:, None] * 576
     latent = cdna4.buffer_load(q_ptr, head + gl.arange(0, 512, layout=gl.SliceLayout(0, LOAD_LAYOUT))[None, :])
     rope = cdna4.buffer_load(q_ptr, head + 512 + gl.arange(0, 128, layout=gl.SliceLayout(0, LOAD_LAYOUT))[None, :] % 64)
     latent = latent.reshape([H, 4, 4, 32]).permute([0, 2, 1, 3]).reshape([H, 16, 32])
-    q1, q2, q_scale = _quantize_q(latent.to(gl.float32))
-    r1, r2, r_scale = _quantize_q(rope.to(gl.float32).reshape([H, 4, 32]))
+    q1, q2, q_scale = _quantize_q(latent.to(gl.float32), 2)
+    r1, r2, r_scale = _quantize_q(rope.to(gl.float32).reshape([H, 4, 32]), 2)
     q_lds.index(0).store(q1.reshape([H, 512]))
     q_lds.index(1).store(q2.reshape([H, 512]))
     is_second = gl.arange(0, 4, layout=_keep(r1.type.layout, 3, 1))[None, :, None] >= 2
@@ -426,11 +432,11 @@ def _attend_gfx950_kernel(
     qr = qr_lds.permute([1, 0]).load(Q_LAYOUT)
     q_scale = gl.convert_layout(q_scale, cdna4.get_mfma_scale_layout(Q_LAYOUT, [H, 16]))
     r_scale = gl.convert_layout(r_scale, cdna4.get_mfma_scale_layout(Q_LAYOUT, [H, 4]))
-
-    P_ROWS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
-    p_lds = gl.allocate_shared_memory(gl.bfloat16, [PAIRS, 2, H, 4, 8], P_ROWS)
+    p_lds = gl.allocate_shared_memory(
+        gl.bfloat16, [PAIRS, 2, H, 4, 8], gl.SwizzledSharedLayout(1, 1, 1, [4, 3, 2, 1, 0])
+    )
     vs_lds = gl.allocate_shared_memory(gl.uint8, VS_BYTES, gl.SwizzledSharedLayout(1, 1, 1, [6, 5, 4, 3, 2, 1, 0]))
-    zero = gl.zeros([WAVES, 32, H], gl.float32, O_LAYOUT)
+    zero = gl.zeros([WAVES, 32, H], gl.float32, O_LAYOUT)  # O for each of 8 codes of a word, after the sum of P
     start = (gl.zeros([WAVES, 16, H], gl.float32, O_LAYOUT), zero, zero, zero, zero, zero, zero, zero, zero)
     acc = start
     m = gl.full([H], -3e38, gl.float32, M_LAYOUT)
@@ -446,10 +452,8 @@ def _attend_gfx950_kernel(
         ks = _load_bytes(scale_ptr, next_row, SCALE_STRIDE, 0, (1, 4, 4), WAVES)
         slot = 0
         for t in range(begin, end, BN):
-            row = next_row
-            next_row = gl.maximum(gl.minimum(t + BN, end - BN), 0)
-            tile = lds.index(slot)
-            slot = 1 - slot
+            row, next_row = next_row, gl.maximum(gl.minimum(t + BN, end - BN), 0)
+            tile, slot = lds.index(slot), 1 - slot
             async_copy.wait_group(0)
             k = async_copy.load_shared_relaxed(_view(tile, gl.uint8, K_SHAPE, _rows(K_SHAPE, 1024, 16)), K_FIELDS)
             k = _same(k.permute([0, 2, 3, 1, 4, 5, 6]).reshape([BN, 256]), K_LAYOUT)
@@ -489,26 +493,35 @@ def _attend_gfx950_kernel(
             p = gl.expand_dims(p, 1).broadcast_to(P_SHAPE).permute([0, 1, 2, 4, 5, 3]).reshape([WAVES, 64, H])
             v = async_copy.load_shared_relaxed(_view(tile, gl.int32, V_SHAPE, _rows(V_SHAPE, 256, 4)), V_FIELDS)
             v = v.permute([0, 5, 3, 1, 4, 2, 6, 7, 8]).reshape([WAVES, 64, 16, 2])
-            f = _view(vs_lds, gl.int32, VS_WORDS, gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
+            f = _view(vs_lds, gl.int32, [PAIRS, 2, 8, 4, 2, 2], gl.SwizzledSharedLayout(1, 1, 1, [5, 4, 3, 2, 1, 0]))
             f = async_copy.load_shared_relaxed(f, gl.SliceLayout(3, VS_FIELDS))
             # The scales of tokens r = 0 to 3 are the bytes of a word: shifted to the exponent bits
             f = gl.expand_dims(f, 3).broadcast_to(VS_SHAPE)
             f = gl.join(gl.join(f << 23, f << 7), gl.join(f << 15, f >> 1)).to(gl.float32, bitcast=True)
             f = f.reshape([PAIRS, 2, 8, 2, 4, 2, 2, 4]).permute([0, 1, 5, 4, 6, 7, 2, 3]).reshape([WAVES, 64, 16])
             f = _same(f, gl.SliceLayout(3, v.type.layout))[:, :, :, None].broadcast_to(v.shape)
-            acc = _accumulate(acc, v, f, _same(p, P_LAYOUT))
+            p = _same(p, P_LAYOUT)
+            out = (cdna4.mfma(gl.full([WAVES, 16, 64], 1.0, gl.bfloat16, V_LAYOUT), p, acc[0]),)
+            for i in gl.static_range(8):
+                # Two scaled bf16 of a byte. Of the scale it takes the exponent bits as E8M0: 0 is 2^-127.
+                w = gl.inline_asm_elementwise(f"v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2 op_sel:[{i // 2 % 2},{i // 4},0]",
+                                              "=v,v,v", [v, f], gl.int32, is_pure=True, pack=1)  # fmt: skip
+                w = w.permute([0, 3, 2, 1]).reshape([WAVES, 32, 64])
+                value = (w >> i % 2 * 16).to(gl.int16).to(gl.bfloat16, bitcast=True)
+                out += (cdna4.mfma(_same(value, V_LAYOUT), p, acc[1 + i]),)  # type: ignore[assignment]
+            acc = out  # type: ignore[assignment]
         async_copy.wait_group(0)
         # P is relative to the first tile's maximum; scores that outgrow it by 2^24 are read again with the true one.
         growth = gl.max(peak.reshape([PAIRS * 8, H]), axis=0)
         again = (gl.max(growth, axis=0) > 24) & first_pass
-        m = gl.where(again, m + gl.convert_layout(growth, M_LAYOUT), m)
-        first_pass = False
+        m, first_pass = gl.where(again, m + gl.convert_layout(growth, M_LAYOUT), m), False
 
     # Sum over pairs, a quarter of the dims each: pair, block bit 1, word, bit 0, block // 4, part, wave, head, parity
     SUM_SHAPE: gl.constexpr = (PAIRS, 2, 2, 2, 4, 2, WAVES, H // WAVES, 2)
     SUM_FIELDS: gl.constexpr = _fields(SUM_SHAPE, [8, 0, 7], [2, 5, 3, 1, 4], [6])
-    ORDER: gl.constexpr = [8, 5, 4, 3, 2, 1, 7, 6, 0]
-    SUM_ROWS: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[128, 8]], list(SUM_SHAPE), ORDER)
+    SUM_ROWS: gl.constexpr = gl.PaddedSharedLayout.with_identity_for(
+        [[128, 8]], list(SUM_SHAPE), [8, 5, 4, 3, 2, 1, 7, 6, 0]
+    )
     OUT_SHAPE: gl.constexpr = (2, 2, 2, 4, 2, WAVES, H // WAVES, 8)
     OUT_FIELDS: gl.constexpr = _fields(OUT_SHAPE, [7, 6], [1, 4, 2, 0, 3], [5])
     memory = gl.allocate_shared_memory(gl.float32, SUM_SHAPE, SUM_ROWS)
@@ -577,16 +590,10 @@ class Inputs:
         _expect(fits, "mxfp4 scale", f"bytes [>= {len(kv)}, >= {ROW_SCALES}]", sc)
         fits = fp8 is None or ("e4m3" in str(fp8.dtype) and fp8.numel() == len(kv) * QK_DIM)
         _expect(fits, "fp8 cache", f"e4m3fn or e4m3fnuz [{len(kv)}, 1, 576]", fp8)
-        _expect(
-            fp8 is None or (fp8_scale is not None and fp8_scale.numel() == 1), "fp8 scale", "one element", fp8_scale
-        )
-        for name, t in {
-            "mxfp4 cache": kv,
-            "mxfp4 scale": sc,
-            "kv_indptr": ki,
-            "fp8": fp8,
-            "fp8 scale": fp8_scale,
-        }.items():
+        fits = fp8 is None or (fp8_scale is not None and fp8_scale.numel() == 1)
+        _expect(fits, "fp8 scale", "one element", fp8_scale)
+        named = {"mxfp4 cache": kv, "mxfp4 scale": sc, "kv_indptr": ki, "fp8": fp8, "fp8 scale": fp8_scale}
+        for name, t in named.items():
             _expect(t is None or t.device == q.device, name, f"a tensor on q's device {q.device}", t)
         _expect(0 < sm_scale < math.inf, "sm_scale", "finite and positive", sm_scale)
         for key, got in (("batch_size", batch), ("num_heads", q.shape[1]), ("q_seq_len", self.q_len)):
@@ -614,31 +621,25 @@ def _unpack(data: input_t) -> Inputs:
 def _device_facts(device: torch.device) -> tuple[str, int]:
     """(arch, compute units)."""
     if device.type != "cuda":
-        try:  # an emulated device behind Triton's driver takes CPU tensors
+        with contextlib.suppress(RuntimeError):  # no driver at all
             active = triton.runtime.driver.active
-            if not INTERPRETED and active.get_active_torch_device().type == "cpu":
+            if not INTERPRETED and active.get_active_torch_device().type == "cpu":  # emulated
                 return active.get_current_target().arch, 256
-            return "cpu", 8
-        except RuntimeError:  # no driver at all
-            return "cpu", 8
+        return "cpu", 8
     facts = torch.cuda.get_device_properties(device)
     arch = facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{facts.major}{facts.minor}"
     return arch, facts.multi_processor_count
 
 
 def run_decode(inputs: Inputs, plan: Plan, out: Tensor, lse: Tensor | None = None) -> Tensor:
-    """Fill out bf16 [total_q, heads, 512], which it returns, and lse float32 [total_q, heads]; right for any lengths.
-
-    A second launch merges splits: the last program to arrive would read alone what all wrote (140 us for 34, worklog).
-    """
+    """Fill out bf16 [total_q, heads, 512], which it returns, and lse float32 [total_q, heads]; right for any length."""
     q, kv, scale, indptr, splits = inputs.q, inputs.kv_fp4, inputs.kv_scale, inputs.kv_indptr, plan.num_splits
     (total_q, heads), qk_scale = q.shape[:2], inputs.sm_scale * math.log2(math.e)
     # The interpreter truncates float32 to bf16; torch rounds to nearest even, as the hardware does.
     stored = torch.empty_like(out, dtype=torch.float32) if INTERPRETED else out
     attended: tuple[Tensor, Tensor | None] = stored, lse
     if splits > 1:
-        # Scratch comes from the caching allocator and is freed on return: it alone keeps calls on different queues and
-        # in captured graphs apart, and once warm it asks nothing of the device.
+        # The caching allocator alone keeps calls on different queues and in captured graphs apart; freed on return.
         rows = total_q * splits * heads
         scratch = torch.empty(rows * (LATENT_DIM + 1), dtype=torch.float32, device=out.device)
         attended = scratch[: rows * LATENT_DIM], scratch[rows * LATENT_DIM :]
@@ -650,11 +651,11 @@ def run_decode(inputs: Inputs, plan: Plan, out: Tensor, lse: Tensor | None = Non
             NUM_SPLITS=splits, NUM_DIES=8 if total_q % 8 == 0 else 1, WAVES=plan.num_warps, num_warps=plan.num_warps,
             waves_per_eu=2, **GLUON_OPTIONS)  # fmt: skip
     else:
-        _attend_kernel[(total_q * triton.cdiv(heads, 16), splits)](
+        _attend_kernel[(total_q, splits, triton.cdiv(heads, 16))](
             q, kv, scale, indptr, *attended, kv.stride(0), *scale.stride(), splits, inputs.q_len, qk_scale,
-            HEADS=heads, BLOCK_N=plan.block_n, CHUNK=plan.chunk,
+            HEADS=heads, BLOCK_N=plan.block_n, CHUNK=512 if INTERPRETED else 128, SCALED=plan.body == "scaled",
             DTYPE=tl.float32 if INTERPRETED else tl.bfloat16, num_warps=plan.num_warps, num_stages=1)  # fmt: skip
-    if splits > 1:
+    if splits > 1:  # the last program to arrive would read alone what all wrote: 140 us for 34, worklog
         _merge_kernel[(total_q * heads, 4)](
             *attended, stored, lse, splits, HEADS=heads, BLOCK_D=128, SPLITS=triton.next_power_of_2(splits),
             num_warps=4)  # fmt: skip
@@ -669,13 +670,12 @@ class TritonBackend:
     name = "triton"
 
     def supports(self, problem: Problem) -> str | None:
-        old = problem.arch.startswith("sm_") and int(problem.arch[3:]) < 80
-        lacking = old or (problem.arch == "cpu" and not INTERPRETED)
+        lacking = problem.arch[:4] in ("sm_5", "sm_6", "sm_7") or (problem.arch == "cpu" and not INTERPRETED)
         return "needs sm_80, an AMD GPU or TRITON_INTERPRET=1" if lacking else None
 
     def plans(self, problem: Problem) -> list[Plan]:
         forced = overrides()["MLA_PLAN"]
-        return [replace(choose_plan(problem), **forced)] if forced else candidate_plans(problem)
+        return [replace(choose_plan(problem, forced.get("body")), **forced)] if forced else candidate_plans(problem)
 
     def run(self, plan: Plan, inputs: Inputs) -> Tensor:
         return run_decode(inputs, plan, inputs.q.new_empty((*inputs.q.shape[:2], LATENT_DIM)))
@@ -793,18 +793,18 @@ def _extra_backends() -> tuple[Any, ...]:
 
 def overrides() -> dict[str, Any]:
     """The documented environment overrides, parsed here and nowhere else; a ValueError lists what is valid."""
-    choices = {
-        "MLA_BACKEND": ("auto", "triton", "aiter", "torch", *(b.name for b in _extra_backends())),
-        "MLA_FALLBACK_Q": ("auto", "fp8", "bf16"),  # the query dtype of aiter's kernel
-        "MLA_LOG": ("WARNING", "DEBUG", "INFO", "ERROR")}  # fmt: skip
+    choices = {"MLA_BACKEND": ("auto", "triton", "aiter", "torch", *(b.name for b in _extra_backends())),
+               "MLA_FALLBACK_Q": ("auto", "fp8", "bf16"),  # the query dtype of aiter's kernel
+               "MLA_LOG": ("WARNING", "DEBUG", "INFO", "ERROR")}  # fmt: skip
     values = {name: os.environ.get(name, allowed[0]) for name, allowed in choices.items()}
     for name, value in values.items():
         _expect(value in choices[name], name, f"one of {', '.join(choices[name])}", repr(value))
-    plan, known = dict[str, Any](), [f.name for f in fields(Plan)]
-    for item in filter(None, os.environ.get("MLA_PLAN", "").split(",")):  # such as "block_n=64,num_splits=8"
-        key, _, value = item.strip().partition("=")
-        _expect(key in known, "MLA_PLAN", f"field=value among {', '.join(known)}", repr(item))
-        plan[key] = int(value) if value.isdecimal() else value
+    items = [item.strip().partition("=") for item in filter(None, os.environ.get("MLA_PLAN", "").split(","))]
+    for key, _, value in items:  # such as "block_n=64,num_splits=8"
+        _expect(
+            key in Plan.__slots__, "MLA_PLAN", f"field=value among {', '.join(Plan.__slots__)}", repr(f"{key}={value}")
+        )
+    plan: dict[str, Any] = {key: int(value) if value.isdecimal() else value for key, _, value in items}
     Plan(**plan)  # refuses bad values
     return {**values, "MLA_PLAN": plan}
 
@@ -983,7 +983,7 @@ def mla_decode(
         result, lse = torch_attention(inputs)
         return result.to(torch.bfloat16), lse
     plan, out = plan or choose_plan(problem), q.new_empty((*q.shape[:2], LATENT_DIM))
-    _expect(problem.takes(plan), "plan", f"one for {problem}", plan)
+    _expect(plan.body in problem.bodies(), "plan", f"one for {problem}", plan)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         return run_decode(inputs, plan, out, lse), lse

@@ -20,12 +20,16 @@ pytestmark = pytest.mark.skipif(
 REL_L2 = 5e-3
 
 
-def ranked_builds() -> list[submission.Plan]:
+def ranked_builds(body: str) -> list[submission.Plan]:
     """Plans of the ranked shapes that differ in machine code: one split, and several (3 behave like any)."""
     from gfx950.inspect import ranked_problems
 
-    plans = [submission.choose_plan(problem) for problem in ranked_problems("gfx950")]
+    plans = [submission.choose_plan(problem, body) for problem in ranked_problems("gfx950")]
     return list(dict.fromkeys(replace(plan, num_splits=min(3, plan.num_splits)) for plan in plans))
+
+
+BUILDS = [plan for body in ("gfx950", "scaled") for plan in ranked_builds(body)]
+PORTABLE = submission.Plan(num_splits=2)  # what gfx950's compiler makes of the body for any machine
 
 
 @pytest.fixture(scope="module")
@@ -53,32 +57,38 @@ def decode(device: Any, case: Case, plan: submission.Plan) -> tuple[float, float
 
 
 def lengths_of(plan: submission.Plan) -> tuple[int, ...]:
-    tile = 32 * plan.num_warps
+    tile = plan.block_n
     return (0, 1, tile - 1, tile, tile + 1, 2 * tile * plan.num_splits + 5, 0)
 
 
-@pytest.mark.parametrize("plan", ranked_builds(), ids=str)
+@pytest.mark.parametrize("plan", [*BUILDS, PORTABLE], ids=str)
 def test_ragged_lengths(device: Any, plan: submission.Plan) -> None:
     rel, off, intact = decode(device, Case(lengths_of(plan)), plan)
     assert intact and rel <= REL_L2 and off <= 1e-2
 
 
-@pytest.mark.parametrize("plan", ranked_builds(), ids=str)
+@pytest.mark.parametrize("plan", BUILDS, ids=str)
 def test_several_tiles_a_split_with_wide_scales(device: Any, plan: submission.Plan) -> None:
-    tokens = 32 * plan.num_warps * plan.num_splits * (5 if plan.num_warps <= 2 else 2) + 7
+    tokens = plan.block_n * plan.num_splits * (5 if plan.num_warps <= 2 else 2) + 7
     case = Case((tokens,), scale_bytes=(0, 100, 127, 150, 200), q_factor=2.0**-76, scale_pad=0, lead=3)
     rel, off, intact = decode(device, case, plan)
     assert intact and rel <= REL_L2 and off <= 1e-2
 
 
-@pytest.mark.parametrize("plan", ranked_builds(), ids=str)
+@pytest.mark.parametrize("plan", BUILDS, ids=str)
 def test_large_queries(device: Any, plan: submission.Plan) -> None:
     rel, _, _ = decode(device, Case((70, 40), q_factor=1000.0, scale_bytes=(100, 110)), plan)
     assert rel <= REL_L2
 
 
-def test_nan_scale_and_nan_query_touch_what_they_must(device: Any) -> None:
-    plan = ranked_builds()[0]
+@pytest.mark.parametrize("case", [Case((130, 5), heads=32), Case((70,), heads=8), Case((40, 3, 0), q_len=3)], ids=str)
+def test_scaled_body_takes_other_heads_and_several_query_tokens(device: Any, case: Case) -> None:
+    rel, off, intact = decode(device, case, replace(ranked_builds("scaled")[0], num_splits=2))
+    assert intact and rel <= REL_L2 and off <= 1e-2
+
+
+@pytest.mark.parametrize("plan", [BUILDS[0], BUILDS[-1]], ids=lambda plan: plan.body)
+def test_nan_scale_and_nan_query_touch_what_they_must(device: Any, plan: submission.Plan) -> None:
     case = Case((70, 40, 33), scale_bytes=(127,))
     t = build(case)
     t.scales[5, 3] = 255  # sequence 0
@@ -92,8 +102,8 @@ def test_nan_scale_and_nan_query_touch_what_they_must(device: Any) -> None:
 
 
 def test_growing_maximum_reads_the_segment_again(device: Any) -> None:
-    plan = next(p for p in ranked_builds() if p.num_splits == 1)
-    case = Case((3 * 32 * plan.num_warps,), scale_bytes=(127,))
+    plan = next(p for p in ranked_builds("gfx950") if p.num_splits == 1)
+    case = Case((3 * plan.block_n,), scale_bytes=(127,))
     t = build(case)
     tokens = case.lengths[0]
     t.scales[:tokens, :18] = (112 + torch.arange(tokens)[:, None] * 20 // tokens).to(torch.uint8)

@@ -117,7 +117,6 @@ plans = st.fixed_dictionaries(
     {
         "num_splits": st.one_of(st.integers(1, 5), st.sampled_from((9, 64))),
         "block_n": st.sampled_from((16, 32, 64, 128)),
-        "chunk": st.sampled_from((64, 128, 256, 512)),
     }
 )
 
@@ -298,8 +297,8 @@ def test_every_offered_plan_fits_its_problem(
     plans = submission.candidate_plans(problem)
     assert plans[0] == submission.choose_plan(problem) and len(set(plans)) == len(plans) <= 4
     for plan in plans:
-        assert problem.takes(plan), plan
-        assert plan.body == "portable" or (q_len, heads, row_bytes, strides[1]) == (1, 16, 288, 1)
+        assert plan.body in problem.bodies() and (arch == "gfx950" or plan.body == "portable"), plan
+        assert plan.body != "gfx950" or (q_len, heads, row_bytes, strides[1]) == (1, 16, 288, 1)
         # Splits come from the real lengths: none where there is nothing to share, enough where one sequence is long.
         assert plan.num_splits == 1 or plan.num_splits * plan.block_n <= max(longest, plan.block_n)
     if batch * q_len * heads <= 16 and longest >= 1 << 20:

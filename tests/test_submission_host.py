@@ -67,9 +67,21 @@ def test_candidate_plans_start_with_the_chosen_one_and_do_not_repeat(arch: str) 
     assert len(plans) == len(set(plans)) <= 6
 
 
+def test_gfx950_offers_gluon_then_scaled_then_portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    def offered(**fields: Any) -> list[str]:
+        plans = submission.candidate_plans(problem(device=torch.device("cuda"), **fields))
+        return list(dict.fromkeys(plan.body for plan in plans))
+
+    assert offered() == ["gfx950", "scaled", "portable"]
+    for unfit in ({"heads": 32}, {"total_q": 8}, {"kv_row_bytes": 304}, {"scale_strides": (24, 2)}):
+        assert offered(**unfit) == ["scaled", "portable"]
+    assert offered(arch="gfx942") == offered(arch="sm_90") == ["portable"]
+    monkeypatch.setattr(submission, "GLUON", False)
+    assert offered() == ["scaled", "portable"]
+
+
 @pytest.mark.parametrize(
-    "field",
-    [{"block_n": 48}, {"num_splits": 0}, {"num_splits": 65}, {"body": "other"}, {"num_warps": 3}, {"chunk": 96}],
+    "field", [{"block_n": 48}, {"num_splits": 0}, {"num_splits": 65}, {"body": "other"}, {"num_warps": 3}]
 )
 def test_plan_refuses_bad_field(field: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"Plan.{next(iter(field))}: expected"):

@@ -38,17 +38,11 @@ def test_decode_length_and_splits(interpreter: ProcessPoolExecutor, length: int,
     ],
     ids=str,
 )
-@pytest.mark.parametrize("plan", [{}, {"num_splits": 4, "block_n": 32}, {"num_splits": 3, "chunk": 256}], ids=str)
+@pytest.mark.parametrize("plan", [{}, {"num_splits": 4, "block_n": 32}, {"num_splits": 3}], ids=str)
 def test_decode_ragged(interpreter: ProcessPoolExecutor, case: Case, plan: dict[str, int]) -> None:
     rel, intact = interpreter.submit(interpreted.decode_into_canaries, case, plan).result()
     assert intact, "wrote outside its outputs"
     assert rel <= REL_L2
-
-
-@pytest.mark.parametrize("chunk", [64, 128, 256])
-def test_decode_chunked(interpreter: ProcessPoolExecutor, chunk: int) -> None:
-    rel, lse = interpreter.submit(interpreted.decode, Case((70, 9)), {"chunk": chunk, "num_splits": 2}).result()
-    assert rel <= REL_L2 and lse <= LSE
 
 
 def test_load_tile_every_code_and_scale_byte(interpreter: ProcessPoolExecutor) -> None:
@@ -60,6 +54,15 @@ def test_load_tile_every_code_and_scale_byte(interpreter: ProcessPoolExecutor) -
     assert np.isnan(got[255]).all(), "byte 255 is NaN for every code"
     np.testing.assert_array_equal(got[:255], want[:255])
     assert (np.signbit(got[:255]) == np.signbit(want[:255])).all(), "-0 keeps its sign"
+
+
+@pytest.mark.parametrize("factor", [1.0, 2.0**-100, 2.0**100])
+def test_two_fp8_terms_hold_a_bf16_query_of_any_magnitude(interpreter: ProcessPoolExecutor, factor: float) -> None:
+    q, held = interpreter.submit(interpreted.split_queries, factor).result()
+    largest = np.abs(q).reshape(2, 32, 16).max(1).repeat(32, 0)
+    # Not 2^-8: the interpreter of Triton 3.6 loses a carry into the exponent; the second term takes up most of that.
+    assert (np.abs(held - q) <= largest * 2.0**-6).all()
+    assert np.linalg.norm(held - q) <= 2e-3 * np.linalg.norm(q)
 
 
 @pytest.mark.parametrize("shape", [(2, 33), (3, 200)], ids=str)
@@ -97,7 +100,7 @@ def _finite_heads(case: Case, value: float) -> list[bool]:
 
     t = build(case)
     t.q[0, 4, 100] = value
-    out, _ = submission.mla_decode(t.q, t.codes, t.scales, t.indptr, case.sm_scale, submission.Plan(chunk=512))
+    out, _ = submission.mla_decode(t.q, t.codes, t.scales, t.indptr, case.sm_scale, submission.Plan())
     return [bool(head.isfinite().all()) for head in out[0]]
 
 
@@ -114,5 +117,5 @@ def _nan_rows(case: Case) -> list[bool]:
 
     t = build(case)
     t.scales[5, 3] = 255
-    out, _ = submission.mla_decode(t.q, t.codes, t.scales, t.indptr, case.sm_scale, submission.Plan(chunk=512))
+    out, _ = submission.mla_decode(t.q, t.codes, t.scales, t.indptr, case.sm_scale, submission.Plan())
     return [bool(torch.isfinite(row).all()) for row in out]
