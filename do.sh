@@ -73,6 +73,13 @@ versions)
     shift
     "$python" tests/versions.py "$@" ;;
 submit-check)
-    "$python" eval.py audit --submission submission.py
-    echo "popcorn-cli submit --gpu MI355X --leaderboard amd-mixed-mla --mode leaderboard submission.py" ;;
+    "$python" -m evalkit.lint submission.py || {
+        echo "do.sh: not ready: correct the lines marked \`refused\`, then run submit-check again" >&2; exit 1; }
+    "$python" eval.py audit --submission submission.py || {
+        echo "do.sh: not ready: the audit refuses the file; docs/evaluator.md tells what each check asks" >&2; exit 1; }
+    echo
+    echo "Ready ($(wc -c < submission.py) bytes). Upload, each step once the one before has passed:"
+    for mode in test benchmark leaderboard; do
+        echo "  popcorn-cli submit --gpu MI355X --leaderboard amd-mixed-mla --mode $mode submission.py"
+    done ;;
 esac
