@@ -196,6 +196,13 @@ def compile_portable(plan: Any, target: Any = None) -> Any:
     )
 
 
+def readable(value: Any) -> str:
+    """An assumption's value for a person; a table as the keys that share each value."""
+    if not isinstance(value, dict):
+        return str(value)
+    return "; ".join(f"{v} for {', '.join(k for k in value if value[k] == v)}" for v in sorted(set(value.values())))
+
+
 def show(report: dict[str, Any]) -> None:
     """Print the report as a table for a person."""
     from rich.console import Console
@@ -251,7 +258,7 @@ def show(report: dict[str, Any]) -> None:
             for line in [*e["missed_targets"], *e["findings"]]:
                 console.print(f"{e['batch']}x{e['kv']}: {line}", highlight=False)
         for name, one in report["assumptions"].items():
-            console.print(f"  {name} = {one['value']}: {one['source']}", highlight=False)
+            console.print(f"  {name} = {readable(one['value'])}: {one['source']}", highlight=False)
     else:
         names = ["shape", "registers", "stack_bytes", "shared_bytes", "instructions", "matrix_instructions"]
         for name in names:

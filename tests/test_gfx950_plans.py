@@ -113,6 +113,13 @@ def test_growing_maximum_reads_the_segment_again(device: Any) -> None:
     assert rel <= REL_L2
 
 
+def test_assumptions_are_told_in_words() -> None:
+    from gfx950.inspect import readable
+
+    assert readable(2.0) == "2.0"
+    assert readable({"A": 16, "B": 32, "C": 16}) == "16 for A, C; 32 for B"
+
+
 def test_hot_loops_meet_their_targets(capsys: pytest.CaptureFixture[str]) -> None:
     from gfx950.inspect import inspect_gfx950
 
@@ -130,4 +137,6 @@ def test_hot_loops_meet_their_targets(capsys: pytest.CaptureFixture[str]) -> Non
         e["missed_targets"] for e in report["plans"]
     ]
     assert all(e["findings"] == [] for e in report["plans"])
+    short = next(e["prediction"] for e in report["plans"] if (e["batch"], e["kv"]) == (4, 1024))
+    assert short["issue_us"] + short["merge_us"] < 4.0, "4x1024 issues for too long beyond its launches"
     assert all(e["loop"]["loads_by_width"].get("16", 0) >= 10 for e in report["plans"]), "cache bytes not 16 a lane"
