@@ -311,8 +311,13 @@ __device__ __forceinline__ float weigh(const Shared& sh, int t, u32 p_row, const
   float top = p[0];
 #pragma unroll
   for (int i = 1; i < 8; i++) top = fmaxf(top, p[i]);
+  // The sum is that of the weights as rounded, so that a lone weight cancels exactly.
 #pragma unroll
-  for (int i = 0; i < 4; i++) added[i] = p[(i & 1) + 4 * (i >> 1)] + p[(i & 1) + 4 * (i >> 1) + 2];
+  for (int i = 0; i < 4; i++) {
+    const u32 lo = w[2 * (i >> 1)], hi = w[2 * (i >> 1) + 1];
+    added[i] = (i & 1) ? __uint_as_float(lo & 0xFFFF0000u) + __uint_as_float(hi & 0xFFFF0000u)
+                       : __uint_as_float(lo << 16) + __uint_as_float(hi << 16);
+  }
   return top;
 }
 

@@ -147,6 +147,7 @@ inline u32 __ballot_sync(u32, bool x) {
 inline bool __any_sync(u32 m, bool x) { return __ballot_sync(m, x); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline float __int_as_float(int x) { return number(x); }
+inline float __uint_as_float(u32 x) { return number(x); }
 inline u32 __byte_perm(u32 a, u32 b, u32 s) {
   const u64 x = (u64)b << 32 | a;
   u32 r = 0;
