@@ -109,7 +109,7 @@ def test_audit_gallery_file(name, monkeypatch, nursery, tmp_path):
     assert_expected(name, code, report, result)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="these classes of cheating need a GPU")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="reason: these classes of cheating need a GPU")
 @pytest.mark.parametrize("name", GPU_FILES)
 def test_audit_gallery_gpu_file(name, monkeypatch, gpu_nursery, tmp_path):
     code, report, result = audit(name, "cuda", monkeypatch, gpu_nursery, tmp_path)

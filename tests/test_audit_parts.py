@@ -200,7 +200,7 @@ def test_lint_command_prints_file_and_line(tmp_path, capsys):
 def test_kernelguard_is_asked_where_it_is_installed():
     found, remark = lint.kernelguard_findings(GOOD.encode())
     if "not installed" in remark:
-        pytest.skip(f"the contest's scanner is missing: {remark}")
+        pytest.skip(f"reason: {remark}")
     assert remark == "kernelguard: valid"
     replay = "r = {}\n\n\ndef custom_kernel(data):\n    k = data[0].data_ptr()\n    if k in r:\n        return r[k]\n"
     found, remark = lint.kernelguard_findings((GOOD.replace("def custom_kernel", "def x") + replay).encode())

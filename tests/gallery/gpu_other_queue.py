@@ -1,6 +1,6 @@
 """Computes on another queue that the timed one does not wait for."""
 
-# expect: time | left out
+# expect: attention: contest inputs | written late
 import torch
 
 side = None
