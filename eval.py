@@ -46,7 +46,16 @@ if not (HERE / "evalkit").is_dir():
 
 from evalkit.cases import SpecError, manifest_cases, parse_cases, reduced_case  # noqa: E402
 from evalkit.judge import STRICT_REL_L2  # noqa: E402
-from evalkit.protocol import EXIT_CHECK, EXIT_DEVICE, EXIT_PIPE, EXIT_SPEC, EXIT_USAGE, ResultPipe, log_results  # noqa: E402
+from evalkit.protocol import (  # noqa: E402
+    EXIT_CHECK,
+    EXIT_DEVICE,
+    EXIT_PASS,
+    EXIT_PIPE,
+    EXIT_SPEC,
+    EXIT_USAGE,
+    ResultPipe,
+    log_results,
+)
 from evalkit.running import FIRST_CALL_LIMIT_S, CaseResult, Reporter, Run, exit_code  # noqa: E402
 from evalkit.supervisor import Nursery, hide_from_workers  # noqa: E402
 
@@ -325,7 +334,10 @@ def _run_mode(
 
         return audit.main(options, device, submission, secret, pipe, nursery, own_process)
     if options.mode == "inspect":
-        return _inspect(options)
+        code = _inspect(options)
+        if pipe is not None:
+            pipe.log("check", "pass" if code == EXIT_PASS else "fail")
+        return code
 
     if options.cases is not None:
         try:

@@ -65,7 +65,8 @@ class Screen:
         self.clear()
         text = printable(text)
         if self.console is not None:
-            self.console.print(text, style=style or None, markup=False)
+            # What is wider than the screen, such as a profiler's table, is left to the terminal and stays selectable.
+            self.console.print(text, style=style or None, markup=False, soft_wrap=True)
         else:
             print(text, file=self.out, flush=True)
 

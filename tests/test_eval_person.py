@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -195,3 +196,21 @@ def test_ctrl_c_during_the_imports_is_no_traceback():
     assert process.returncode == 130
     assert "eval.py: interrupted; nothing was left running" in rest
     assert "Traceback" not in rest
+
+
+@pytest.mark.parametrize(("code", "check"), [(0, "pass"), (112, "fail")])
+def test_inspect_writes_the_verdict_that_its_exit_code_has(code, check, monkeypatch):
+    monkeypatch.setattr(harness, "_inspect", lambda options: code)
+    read, write = os.pipe()
+    monkeypatch.setenv("POPCORN_FD", str(write))
+    assert harness.main(["inspect", "--device", "cpu"]) == code
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        assert pipe.read() == f"check: {check}\n"
+
+
+def test_what_is_wider_than_the_screen_is_not_broken_up(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    out = Terminal()
+    person.Screen(out).line("word " * 40)
+    assert len([line for line in out.getvalue().splitlines() if line.strip()]) == 1
