@@ -26,7 +26,6 @@ import time
 import types
 import warnings
 from dataclasses import dataclass, fields, replace
-from importlib.metadata import distributions
 from typing import Any
 
 import torch
@@ -706,7 +705,8 @@ class AiterBackend:
             for name, needed in AITER_ORDER.items():
                 has = inspect.signature(getattr(aiter, name, None) or getattr(aiter.mla, name)).parameters
                 if [n for n in has if n in needed.split()] != needed.split():
-                    version = [d.version for n in ("amd-aiter", "aiter") for d in distributions(name=n)]
+                    near = os.listdir(os.path.dirname(aiter.__path__[0]))  # amd_aiter-0.1.7.dist-info
+                    version = getattr(aiter, "__version__", None) or [n for n in near if "aiter-" in n]
                     raise ImportError(f"version {version}: {name} has {list(has)}, not in this order {needed}")
         except CANDIDATE_ERRORS as error:
             reason = f"aiter cannot be used: {type(error).__name__}: {error}"

@@ -140,12 +140,10 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     submission._picks.clear()
 
 
-def install(monkeypatch: pytest.MonkeyPatch, parameters: tuple[str | None, ...], version: str = "9.9.9") -> StandIn:
+def install(monkeypatch: pytest.MonkeyPatch, parameters: tuple[str | None, ...]) -> StandIn:
     module = StandIn(parameters)
     monkeypatch.setitem(sys.modules, "aiter", module.aiter)
     monkeypatch.setitem(sys.modules, "aiter.mla", module.mla)
-    known = [types.SimpleNamespace(version=version)]
-    monkeypatch.setattr(submission, "distributions", lambda name: known if name == "amd-aiter" else [])
     return module
 
 
@@ -207,8 +205,15 @@ def test_release_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch, release:
 
 
 @pytest.mark.parametrize("release", REFUSED)
-def test_other_signature_is_refused_with_its_version(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
-    module = install(monkeypatch, REFUSED[release], "0.1.7+rocm")
+@pytest.mark.parametrize("said_by", ["metadata", "module"])
+def test_other_signature_is_refused_with_its_version(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, release: str, said_by: str
+) -> None:
+    module = install(monkeypatch, REFUSED[release])
+    (tmp_path / ("amd_aiter-0.1.7+rocm.dist-info" if said_by == "metadata" else "other")).mkdir()
+    module.aiter.__path__ = [str(tmp_path / "aiter")]
+    if said_by == "module":
+        module.aiter.__version__ = "0.1.7+rocm"  # type: ignore[attr-defined]
     with all_warnings() as told:
         for kv in (200, 201):
             data = contest_data(1, kv)
