@@ -265,7 +265,7 @@ def _attend_kernel(
     if lse_ptr is not None:
         tl.store(lse_ptr + slot, (m + tl.log2(l)) * 0.6931471805599453, mask=is_head)
     # An empty split stores its lse alone: at weight 0 the merge does not read the rest.
-    mask = is_head[None, :] & ((begin < end) | (num_splits == 1))
+    mask = (head < tl.where((begin < end) | (num_splits == 1), HEADS, 0))[None, :]
     for c in tl.static_range(512 // CHUNK):
         tl.store(out_ptr + slot[None, :] * 512 + c * CHUNK + dim, acc[c].to(out_ptr.dtype.element_ty), mask=mask)
 
