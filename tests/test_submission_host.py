@@ -168,6 +168,12 @@ def test_override_refuses_bad_value(monkeypatch: pytest.MonkeyPatch, name: str, 
         submission.custom_kernel(contest_data())
 
 
+def test_override_of_the_body_brings_that_bodys_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PLAN", "body=scaled,num_splits=3")
+    (plan,) = submission.TritonBackend().plans(problem())
+    assert (plan.body, plan.num_splits, plan.block_n) == ("scaled", 3, 128)
+
+
 def test_override_that_leaves_no_backend_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_BACKEND", "aiter")
     with pytest.raises(RuntimeError, match="for gfx950 and gfx942"):
