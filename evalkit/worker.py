@@ -765,7 +765,8 @@ def serve(fd: int) -> None:
     """Answer requests until the parent hangs up; every answer repeats the token of its request."""
     sock = socket.socket(fileno=fd)
     worker = Worker(sock)
-    refuse_patches = worker._refuse_patches
+    refuse_patches, process_id, leave = worker._refuse_patches, os.getpid, os._exit
+    own_id = process_id()
     # The submission finds an empty main module, and not this one.
     hidden_main = sys.modules["__main__"]
     sys.modules["__main__"] = type(sys)("__main__")
@@ -776,6 +777,7 @@ def serve(fd: int) -> None:
             os._exit(0)
         request, fds = received
         token = request.pop("token")
+        answer: dict[str, Any] = {}
         try:
             refuse_patches()
             answer = {"ok": True, **getattr(worker, "op_" + request["op"])(request, fds)}
@@ -786,6 +788,8 @@ def serve(fd: int) -> None:
             answer = {"ok": False, "error": f"called sys.exit({error.code!r})"[:TRACE_CHARS], "kind": "exit"}
         except BaseException as error:  # whatever it is, it is an answer
             answer = {"ok": False, "error": _short_trace(error), "kind": type(error).__name__}
+        if process_id() != own_id:
+            leave(70)  # a child that a call has forked does not answer for its parent
         for passed in fds:
             with contextlib.suppress(OSError):
                 os.close(passed)
