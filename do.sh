@@ -54,6 +54,10 @@ if [ "$job" = test ] || [ "$job" = versions ]; then
     need ruff ruff==0.17.6
     need mypy mypy==2.4.1
 fi
+# Without a GPU the emulator runs and prices the gfx950 code.
+if [ "$job" = run ] && "$python" -c 'import sys, torch; sys.exit(torch.cuda.is_available())'; then
+    need tinygrad tinygrad==0.14.0
+fi
 if [ "$job" = test ] || [ "$job" = submit-check ]; then need kernelguard kernelguard==0.3.2; fi
 # shellcheck disable=SC2086
 [ -z "$wanted" ] || install $wanted

@@ -379,9 +379,9 @@ def _run_mode(
         own_process=own_process,
     )
     # What a person asks for without further ado on a machine without a GPU: the interpreter, then the gfx950 code.
-    run.also_emulated = (
-        pipe is None and reduced and (options.mode, options.device) == ("test", "auto") and emulator_missing() is None
-    )
+    if pipe is None and reduced and (options.mode, options.device) == ("test", "auto"):
+        run.not_emulated = emulator_missing() or ""
+        run.also_emulated = not run.not_emulated
     results, code = run.all_cases(cases)
     if pipe is not None:
         log_results(pipe, options.mode, results, code)
@@ -417,7 +417,12 @@ def write_files(options: argparse.Namespace, run: Run, results: list[CaseResult]
 
 def show_prediction(options: argparse.Namespace) -> None:
     """In place of times that nothing here can measure: what `inspect` predicts for the file beside this one."""
-    if options.submission.resolve() != SUBMISSION or emulator_missing() is not None:
+    missing = emulator_missing()
+    if options.submission.resolve() != SUBMISSION:
+        print("No prediction: `python eval.py inspect` knows the plans of the submission.py beside it only.")
+        return
+    if missing is not None:
+        print(f"No prediction by `python eval.py inspect`: {missing}")
         return
     print("\nPREDICTION, not a measurement, from `python eval.py inspect`:", flush=True)
     done = subprocess.run(

@@ -209,6 +209,8 @@ class PersonReporter(Reporter):
                 line("  derived from task.yml: log2 of the batch, a 32nd of the tokens plus one")
             if run.also_emulated:
                 line("Then the gfx950 code of the same kernels runs in the emulator (--device cpu leaves that out).")
+            if run.not_emulated:
+                line(f"Their gfx950 code is not run: {run.not_emulated}")
             if run.mode in ("benchmark", "leaderboard"):
                 line("Nothing can be timed without a GPU, so the outputs are checked and no time is shown.")
                 line("What gfx950 code is predicted to cost comes from `python eval.py inspect`.")

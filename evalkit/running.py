@@ -95,8 +95,8 @@ class Reporter:
 class Run:
     """One invocation: what to run, where, and under which limits.
 
-    `also_emulated` announces a second run in the emulator; an `optional` run ends without a fault where a file launches
-    no kernel there.
+    `also_emulated` announces a second run in the emulator, `not_emulated` says why there is none; an `optional` run ends
+    without a fault where a file launches no kernel there.
     """
 
     mode: str
@@ -111,6 +111,7 @@ class Run:
     shared_nursery: Nursery | None = None
     own_process: bool = False
     also_emulated: bool = False
+    not_emulated: str = ""
     optional: bool = False
 
     def __post_init__(self) -> None:

@@ -214,3 +214,22 @@ def test_what_is_wider_than_the_screen_is_not_broken_up(monkeypatch):
     out = Terminal()
     person.Screen(out).line("word " * 40)
     assert len([line for line in out.getvalue().splitlines() if line.strip()]) == 1
+
+
+def test_without_the_emulator_both_modes_say_what_is_missing(monkeypatch, capsys):
+    monkeypatch.setattr(harness, "emulator_missing", lambda: "the gfx950 emulator needs tinygrad: pip install tinygrad")
+    monkeypatch.setattr(harness.Run, "all_cases", lambda self, cases: (self.reporter.start(self, cases), ([], 0))[1])
+    monkeypatch.setattr(harness, "choose_device", lambda wanted: "cpu")
+    for mode in ("test", "benchmark"):
+        assert harness.main([mode]) == 0
+    first, second = capsys.readouterr().out.split("benchmark: ")
+    assert "Their gfx950 code is not run: the gfx950 emulator needs tinygrad" in first
+    assert "No prediction by `python eval.py inspect`: the gfx950 emulator needs tinygrad" in second
+
+
+def test_another_file_gets_no_prediction_that_is_not_its_own(monkeypatch, capsys, tmp_path):
+    other = tmp_path / "other.py"
+    other.write_text("")
+    monkeypatch.setattr(harness.Run, "all_cases", lambda self, cases: ([], 0))
+    assert harness.main(["benchmark", "--device", "cpu", "--submission", str(other)]) == 0
+    assert "knows the plans of the submission.py beside it only" in capsys.readouterr().out
