@@ -95,8 +95,8 @@ class Reporter:
 class Run:
     """One invocation: what to run, where, and under which limits.
 
-    `also_emulated` announces a second run in the emulator, `not_emulated` says why there is none; an `optional` run ends
-    without a fault where a file launches no kernel there.
+    `also_emulated` announces a second run in the emulator, `not_emulated` says why there is none; an `optional` run
+    ends without a fault where a file launches no kernel there.
     """
 
     mode: str
