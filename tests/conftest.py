@@ -43,3 +43,5 @@ def same_submission() -> Iterator[None]:
     yield
     if ours is not None:
         sys.modules["submission"] = ours
+    elif getattr(sys.modules.get("submission"), "__file__", None) != str(ROOT / "submission.py"):
+        sys.modules.pop("submission", None)
