@@ -29,7 +29,7 @@ class Case:
     scale_pad: int = 6  # extra, uninitialised columns and rows of the scale tensor
     lead: int = 0  # tokens of the cache before the first sequence
     sm_scale: float = 576**-0.5
-    # ("q", query token, head, dim, value) and ("scale", token of the cache, block, byte): put in last
+    # Put in last: ("q", query token, head, dim, value), ("scale", token, block, byte), ("codes", token, byte)
     planted: tuple[tuple[Any, ...], ...] = ()
 
     def __str__(self) -> str:
@@ -63,7 +63,7 @@ def build(case: Case) -> Tensors:
     for length in case.lengths:
         bounds.append(bounds[-1] + length)
     for kind, *index, value in case.planted:
-        (q if kind == "q" else scales)[tuple(index)] = value
+        {"q": q, "scale": scales, "codes": codes}[kind][tuple(index)] = value
     return Tensors(q, codes, scales, torch.tensor(bounds, dtype=torch.int32))
 
 

@@ -218,8 +218,9 @@ def test_fp8_truth_of_either_type(
 GFX950_MAX_BYTE = 127 + 85
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def emulated() -> Iterator[Any]:
+    """For one test only: while it lasts, every CPU tensor is taken for one of the emulated device."""
     pytest.importorskip("tinygrad", reason="reason: the emulator needs tinygrad; pip install tinygrad==0.14.0")
     from gfx950.device import emulated_device
 
