@@ -764,9 +764,9 @@ def torch_attention(inputs: Inputs, sequences: Any = None, cache: str = "mxfp4")
         for start in range(bounds[i], end, 1 << 16):
             keys = inputs.keys(slice(start, min(end, start + (1 << 16))), cache)
             scores = q @ keys.T
-            total = torch.logaddexp(lse, torch.logsumexp(scores, dim=-1))
-            out = out * (lse - total).exp()[:, None] + (scores - total[:, None]).exp() @ keys[:, :LATENT_DIM]
-            lse = total
+            part, part_lse = torch.softmax(scores, -1) @ keys[:, :LATENT_DIM], torch.logsumexp(scores, -1)
+            share = torch.sigmoid(part_lse - lse)[:, None]  # exp(score - lse) would be off by lse's last bit
+            out, lse = out * (1 - share) + part * share, torch.logaddexp(lse, part_lse)
         results.append((out, lse))
     return tuple(map(torch.stack, zip(*results, strict=True)))  # type: ignore[return-value]
 

@@ -8,9 +8,9 @@ such a cache; of the second, what bounds the time is tested.
 from __future__ import annotations
 
 import ast
-import contextlib
 import json
 import math
+import os
 import subprocess
 import sys
 import time
@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from cases import ROOT, Case, Guarded, Layout, Tensors, build, complaints, dequantise
+from cases import ROOT, Case, Guarded, Layout, build, complaints, dequantise
 from test_eval_protocol import run_eval
 from test_properties import contest_call, emulated, one_thread, portable
 from test_submission_host import Fake, _aiter, _aiter_backend, contest_data, problem
@@ -208,7 +208,7 @@ def test_bug_14_splits_come_from_the_real_lengths() -> None:
     assert submission.choose_plan(card).num_splits * submission.choose_plan(card).block_n * 2 > 4000 - 512
 
 
-def test_bug_15_changed_signature_is_refused_by_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_15_changed_signature_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """aiter, issue 4227: get_mla_metadata_v1 gains and loses arguments between versions."""
 
     def renamed(seqlens_qo_indptr: Any, seqlens_kv_indptr: Any, kv_last_page_lens: Any, split_max: Any = 1) -> None:
@@ -218,7 +218,7 @@ def test_bug_15_changed_signature_is_refused_by_version(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "aiter", stand_in)
     monkeypatch.setitem(sys.modules, "aiter.mla", stand_in.mla)
     reason = submission.AiterBackend().supports(problem())
-    assert reason is not None and "aiter 0.9.9" in reason and "max_split_per_batch" in reason
+    assert reason is not None and "get_mla_metadata_v1 has" in reason and "split_max" in reason and "dtype_kv" in reason
 
 
 # Triton
@@ -268,24 +268,34 @@ def decoded(scale_bytes: tuple[int, ...]) -> list[bool]:
     return [torch.equal(got.nan_to_num(7.0), row.nan_to_num(7.0)) for got, row in zip(out, want, strict=True)]
 
 
-def test_bug_18_e8m0_byte_0_is_2_to_minus_127(interpreter: ProcessPoolExecutor, engine: Engine) -> None:
-    """triton, issue 11624: scale byte 0 was decoded as 0, not as 2^-127."""
+def test_bug_18_e8m0_byte_0_is_exact(interpreter: ProcessPoolExecutor) -> None:
+    """triton, issue 11624, as below: to the bit."""
     assert interpreter.submit(decoded, (0, 1, 2)).result() == [True] * 3
     assert decoded((0, 1, 2)) == [True] * 3
+
+
+def test_bug_18_e8m0_byte_0_is_2_to_minus_127(engine: Engine) -> None:
+    """triton, issue 11624: scale byte 0 was decoded as 0, not as 2^-127."""
     assert engine(Case((40, 5), scale_bytes=(0,), q_factor=2.0**126)) == []
 
 
-def test_bug_19_scale_byte_255_alone_is_nan(interpreter: ProcessPoolExecutor, engine: Engine) -> None:
-    """sglang, issue 25519: the scale 128 (byte 134) became NaN, and 255 became infinity."""
+def test_bug_19_every_other_scale_byte_is_exact(interpreter: ProcessPoolExecutor) -> None:
+    """sglang, issue 25519, as below: to the bit."""
     usual = (127, 133, 134, 135, 140, 141, 200, 252, 255)
     assert interpreter.submit(decoded, usual).result() == [True] * len(usual)
     # Every byte but 253 and 254, with which codes from 4 on, and 2 on, are infinite in float32
     assert decoded((*range(253), 255)) == [True] * 254
+
+
+def test_bug_19_scale_byte_255_alone_is_nan(engine: Engine) -> None:
+    """sglang, issue 25519: the scale 128 (byte 134) became NaN, and 255 became infinity."""
     assert engine(Case((40, 5), scale_bytes=(134,), planted=(("scale", 3, 0, 255),))) == []
 
 
 def test_bug_20_buffer_offsets_over_2_gib(emulated: Any) -> None:
     """ROCm/triton, issue 944: buffer loads further than 2^31 bytes from their base read zeros."""
+    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 10 << 30:
+        pytest.skip("reason: less than 10 GiB of free memory: the emulator copies what a kernel is given")
     case = Case((40, 9), scale_pad=0)
     t = build(case)
     rows = (1 << 31) // 288 + 100
