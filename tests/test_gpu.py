@@ -215,3 +215,30 @@ def test_cache_over_4_gib_and_7_5_million_tokens() -> None:
     near, _ = submission.torch_attention(submission.Inputs(q, tail, tail_scales, short, config["sm_scale"]), [0, 2])
     assert float(submission._relative_l2(out[[0, 2]], near).max()) <= REL_L2
     assert out.isfinite().all()
+
+
+LONG = {"1M": [1 << 20], "4096": [(0, 3, 700, 64, 1)[i % 5] for i in range(4096)], "8.2M": [2000] * 4096}
+
+
+@pytest.mark.parametrize("lengths", LONG.values(), ids=LONG)
+def test_every_right_candidate_on_long_and_on_many_sequences(lengths: list[int]) -> None:
+    """Codes and scales made on the device; the sequences at both ends and one between stand for all."""
+    total, batch = sum(lengths), len(lengths)
+    if torch.cuda.mem_get_info()[0] < 24 << 30:
+        pytest.skip("reason: less than 24 GiB of free device memory")
+    gen = torch.Generator(device="cuda").manual_seed(3)
+    codes = torch.randint(0, 256, (total, 288), dtype=torch.uint8, device="cuda", generator=gen)
+    scales = torch.randint(123, 127, (total, 18), dtype=torch.uint8, device="cuda", generator=gen)
+    q = torch.randn(batch, 16, 576, device="cuda", generator=gen).bfloat16()
+    indptr = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+    inputs = submission.Inputs(q, codes, scales, indptr, 576**-0.5)
+    rows = sorted({0, batch // 2, batch - 2, batch - 1} & set(range(batch)))
+    config = {"v_head_dim": 512, "sm_scale": inputs.sm_scale}
+    data = (q, {"mxfp4": (codes, scales)}, torch.arange(batch + 1, device="cuda"), indptr, config)
+    problem = inputs.describe({})
+    # Not through the pick, which would check every sequence in float32 and time it.
+    for backend in (submission.TritonBackend(), *submission._extra_backends()):
+        if backend.supports(problem) is None:
+            out = backend.run(backend.plans(problem)[0], inputs)
+            assert worst(data, out, rows) <= REL_L2, backend.name
+            assert out.isfinite().all()
