@@ -26,7 +26,7 @@ GPU_FILES = sorted(p.stem for p in GALLERY.glob("gpu_*.py"))
 
 
 def expectation(name: str) -> tuple[str, str]:
-    """(check that fails, part of its evidence), or ("honest", "")."""
+    """(check that fails or "any", part of its evidence), or ("honest", "")."""
     for line in (GALLERY / f"{name}.py").read_text().splitlines():
         if line.startswith("# expect: "):
             check, _, evidence = line.removeprefix("# expect: ").partition(" | ")
@@ -93,8 +93,9 @@ def assert_expected(name: str, code: int, report: dict, result: dict[str, str]) 
         assert (code, report["verdict"], result["check"]) == (0, "honest", "pass"), failed
         assert report["worst_rel_l2"] <= report["worst_limit"]
         return
-    assert check in failed, failed
-    assert evidence in failed[check]
+    # On a GPU the first call may wait for the libraries it starts, and a race be seen only later.
+    seen = list(failed.values()) if check == "any" else [failed.get(check, "")]
+    assert any(evidence in text for text in seen) and failed, failed
     assert result["check"] == "fail"
     assert (code, report["verdict"]) == ((2, "unloadable") if check == "load" else (112, "refused"))
     known = ("test-count", "audit.verdict", "audit.cache", "check")

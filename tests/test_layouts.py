@@ -47,7 +47,7 @@ def no_picks() -> Iterator[None]:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_layout_portable_body(interpreter: ProcessPoolExecutor, layout: Layout) -> None:
-    assert interpreter.submit(portable, replace(CASE, heads=8), layout, {"num_splits": 2, "chunk": 512}).result() == []
+    assert interpreter.submit(portable, replace(CASE, heads=8), layout, {"num_splits": 2}).result() == []
 
 
 @pytest.mark.parametrize(
@@ -127,9 +127,8 @@ def test_cache_off_16_bytes_has_a_pick_of_its_own() -> None:
 def test_plan_for_another_problem_is_refused(problem: dict[str, Any]) -> None:
     fitting = {"batch": 4, "total_q": 4, "heads": 16, "total_kv": 4096, "kv_len_max": 1024, "kv_len_min": 1024}
     fitting |= {"arch": "gfx950", "num_cus": 256, "device": torch.device("cuda")}
-    plan = submission.Plan("gfx950", num_warps=8, block_n=256)
-    assert submission.Problem(**fitting).takes(plan) or not submission.GLUON
-    assert not submission.Problem(**{**fitting, **problem}).takes(plan)
+    assert "gfx950" in submission.Problem(**fitting).bodies() or not submission.GLUON
+    assert "gfx950" not in submission.Problem(**{**fitting, **problem}).bodies()
 
 
 def test_mla_decode_names_a_plan_that_does_not_fit(emulated: Any) -> None:
@@ -154,7 +153,7 @@ def test_two_byte_cache_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_heads_in_groups(interpreter: ProcessPoolExecutor, heads: int) -> None:
     case = Case((20, 41), heads=heads)
-    assert interpreter.submit(portable, case, Layout(), {"chunk": 512}).result() == []
+    assert interpreter.submit(portable, case, Layout(), {}).result() == []
     assert contest_call(case, Layout()) == ([], "torch", [])
 
 
@@ -171,7 +170,7 @@ def test_heads_in_groups_machine_code(emulated: Any, heads: int) -> None:
 def test_other_heads_are_refused(heads: int) -> None:
     t = build(CASE)
     q = torch.zeros(3, heads, 576, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"q: expected heads among \(8, 16, 32, 64, 128\), got"):
+    with pytest.raises(ValueError, match=r"q: expected .*heads among \(8, 16, 32, 64, 128\), got"):
         submission.custom_kernel((q, {"mxfp4": (t.codes, t.scales)}, torch.arange(4), t.indptr, {}))
 
 
@@ -181,7 +180,7 @@ def test_query_tokens_are_causal_among_themselves(interpreter: ProcessPoolExecut
     case = Case((0, 1, 2, 3, 4, 40), heads=8, q_len=q_len, lead=2)
     assert contest_call(case, Layout()) == ([], "torch", [])
     small = replace(case, lengths=(1, 3, 40))
-    assert interpreter.submit(portable, small, Layout(), {"num_splits": 2, "chunk": 512}).result() == []
+    assert interpreter.submit(portable, small, Layout(), {"num_splits": 2}).result() == []
 
 
 @pytest.mark.parametrize("qo", [[0, 1, 4], [1, 3, 5], [0, 4, 2]])
@@ -236,7 +235,7 @@ def test_batch_of_4096() -> None:
 def test_lengths_portable_body(interpreter: ProcessPoolExecutor, lengths: tuple[int, ...], num_splits: int) -> None:
     """Empty sequences answer 0 and -inf, also where nothing else is in the batch."""
     case = Case(lengths[:4], lead=9)
-    plan = {"num_splits": num_splits, "chunk": 512, "block_n": 32}
+    plan = {"num_splits": num_splits, "block_n": 32}
     assert interpreter.submit(portable, case, Layout(long_indptr=True), plan).result() == []
 
 

@@ -1,6 +1,6 @@
 """Computes on another queue that the timed one does not wait for."""
 
-# expect: attention: contest inputs | written late
+# expect: any | written late
 import torch
 
 side = None
