@@ -401,7 +401,7 @@ def test_replaced_head_counts_other_than_16(interpreter: ProcessPoolExecutor, he
     if heads in submission.HEAD_COUNTS:
         assert interpreter.submit(portable, Case((20,), heads=heads), Layout(), {}).result() == []
     else:
-        with pytest.raises(ValueError, match="q: expected .*heads among"):
+        with pytest.raises(ValueError, match=r"q: expected .*heads among"):
             contest_call(Case((20,), heads=heads), Layout())
 
 
