@@ -266,18 +266,24 @@ def print_table(results: dict[str, dict[str, Any]], shapes: list[tuple[int, int]
 
 
 def save_plot(results: dict[str, dict[str, Any]], shapes: list[tuple[int, int]], path: Path) -> None:
-    """One line per kernel over the shapes; needs matplotlib."""
+    """Bars per shape, one for each kernel, with their times; needs matplotlib."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 5))
+    figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.add_subplot()
     keys = [f"{b}x{n}" for b, n in shapes]
-    for name, rows in results.items():
-        points = [(key, rows[key]["us"]) for key in keys if rows.get(key, {}).get("us")]
-        if points:
-            axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    timed = {name: rows for name, rows in results.items() if any(rows.get(key, {}).get("us") for key in keys)}
+    width = 0.8 / max(1, len(timed))
+    colours = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#999999")  # told apart by everybody
+    for i, (name, rows) in enumerate(timed.items()):
+        points = [(x, rows[key]["us"]) for x, key in enumerate(keys) if rows.get(key, {}).get("us")]
+        places = [x + (i + 0.5) * width - 0.4 for x, _ in points]
+        bars = axes.bar(places, [us for _, us in points], width, label=name, color=colours[i % len(colours)])
+        axes.bar_label(bars, fmt=lambda us: f"{us:.0f}" if us >= 100 else f"{us:.1f}", fontsize=7, padding=1)
+    axes.set_xticks(range(len(keys)), keys)
     axes.set_yscale("log")
-    axes.set_ylabel("GPU time, us")
+    axes.set_xlabel("batch x kv length")
+    axes.set_ylabel("GPU time, us (logarithmic)")
     axes.legend()
     figure.savefig(path, dpi=120)
 
