@@ -1,6 +1,9 @@
-"""Recognises an input by a few of its numbers."""
+"""Recognises an input by a few of its numbers.
 
-# expect: replay: new content | one token is new
+Which check sees it depends on the token that changes: the first and the last are in the fingerprint.
+"""
+
+# expect: any | not attention over the whole cache
 from mla import honest
 
 results = {}
