@@ -43,6 +43,10 @@ sys.exit(numpy >= (2, 4) and triton < (3, 7))
 END
 wanted=""
 need() { if lacks "$1"; then wanted="$wanted $2"; fi; }
+need_emulator() {
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then need tinygrad tinygrad==0.14.0
+    else echo "do.sh: without the gfx950 emulator: its decoder, tinygrad 0.14.0, needs Python 3.11" >&2; fi
+}
 need yaml pyyaml
 need rich rich
 if [ "$job" = test ] || [ "$job" = versions ]; then
@@ -50,13 +54,13 @@ if [ "$job" = test ] || [ "$job" = versions ]; then
     need xdist 'pytest-xdist>=3.5'
     need hypothesis 'hypothesis>=6.100'
     need matplotlib 'matplotlib>=3.8'
-    need tinygrad tinygrad==0.14.0
+    need_emulator
     need ruff ruff==0.17.6
     need mypy mypy==2.4.1
 fi
 # Without a GPU the emulator runs and prices the gfx950 code.
 if [ "$job" = run ] && "$python" -c 'import sys, torch; sys.exit(torch.cuda.is_available())'; then
-    need tinygrad tinygrad==0.14.0
+    need_emulator
 fi
 if [ "$job" = test ] || [ "$job" = submit-check ]; then need kernelguard kernelguard==0.3.2; fi
 # shellcheck disable=SC2086

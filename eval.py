@@ -216,7 +216,10 @@ def emulator_missing() -> str | None:
         return "the gfx950 package is not beside eval.py"
     for name, package in (("triton", "triton==3.6.0"), ("tinygrad", "tinygrad==0.14.0")):
         if importlib.util.find_spec(name) is None:
-            return f"the gfx950 emulator needs {name}: pip install {package}"
+            how = f"pip install {package}"
+            if name == "tinygrad" and sys.version_info < (3, 11):
+                how = f"{package}, which needs Python 3.11; this is {sys.version.split()[0]}"
+            return f"the gfx950 emulator needs {name}: {how}"
     return None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import io
 import json
 import os
@@ -233,3 +234,11 @@ def test_another_file_gets_no_prediction_that_is_not_its_own(monkeypatch, capsys
     monkeypatch.setattr(harness.Run, "all_cases", lambda self, cases: ([], 0))
     assert harness.main(["benchmark", "--device", "cpu", "--submission", str(other)]) == 0
     assert "knows the plans of the submission.py beside it only" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("python", "how"), [((3, 10), "which needs Python 3.11"), ((3, 11), "pip install tinygrad")])
+def test_a_python_that_the_decoder_does_not_support_is_not_sent_to_install_it(monkeypatch, python, how):
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tinygrad" else find_spec(name))
+    monkeypatch.setattr(sys, "version_info", python)
+    assert how in harness.emulator_missing()
