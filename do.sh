@@ -43,10 +43,11 @@ sys.exit(numpy >= (2, 4) and triton < (3, 7))
 END
 wanted=""
 need() { if lacks "$1"; then wanted="$wanted $2"; fi; }
-need_emulator() {
-    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then need tinygrad tinygrad==0.14.0
-    else echo "do.sh: without the gfx950 emulator: its decoder, tinygrad 0.14.0, needs Python 3.11" >&2; fi
+# What does not support Python 3.10 is left out there.
+need_311() {
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then need "$1" "$2"; else echo "do.sh: without $2, which needs Python 3.11: $3" >&2; fi
 }
+need_emulator() { need_311 tinygrad tinygrad==0.14.0 "the gfx950 emulator will not run"; }
 need yaml pyyaml
 need rich rich
 if [ "$job" = test ] || [ "$job" = versions ]; then
@@ -62,7 +63,9 @@ fi
 if [ "$job" = run ] && "$python" -c 'import sys, torch; sys.exit(torch.cuda.is_available())'; then
     need_emulator
 fi
-if [ "$job" = test ] || [ "$job" = submit-check ]; then need kernelguard kernelguard==0.3.2; fi
+if [ "$job" = test ] || [ "$job" = submit-check ]; then
+    need_311 kernelguard kernelguard==0.3.2 "the lint will not ask it"
+fi
 # shellcheck disable=SC2086
 [ -z "$wanted" ] || install $wanted
 
