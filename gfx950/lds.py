@@ -122,7 +122,7 @@ class LocalMemory:
         else:
             words = raw[:, :1].astype(np.uint32)
             if nbytes == 2:
-                words |= raw[:, 1:].astype(np.uint32) << 8
+                words |= raw[:, 1:].astype(np.uint32) << np.uint32(8)
         if wave.exec_full:
             return words
         result = np.zeros((64, words.shape[1]), np.uint32)

@@ -360,7 +360,7 @@ def build_vop2(inst: Instruction, address: int, machine: "Machine") -> Step:
 def dpp_source_lanes(control: int) -> tuple[Array, Array]:
     """Lane that each lane reads under a DPP control, and whether that lane exists."""
     row, in_row = LANES & ~15, LANES & 15
-    exists = np.ones(64, np.bool_)
+    exists: Array = np.ones(64, np.bool_)
     amount = control & 15
     if control <= 0xFF:
         permutation = np.array([(control >> (2 * i)) & 3 for i in range(4)])
