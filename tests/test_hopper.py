@@ -203,6 +203,29 @@ def test_kernel_text_broken_is_caught(tmp_path: Path, edit: tuple[str, str]) -> 
     assert error > REL_L2_LIMIT
 
 
+@pytest.mark.parametrize(
+    ("place", "line", "status"),
+    [
+        ("out", "at[j == HEAD_QUADS - 1 && head == HEADS - 1 ? 12 : 0] = 0;", 8),
+        ("out", "if (threadIdx.x == 0) a.out[-1] = 0;", 8),
+        ("parts", "((u8*)a.parts)[gridDim.x / size * 2 * QUADS * 16] = 0;", 8),
+        ("statistics", "((u8*)a.part_stats)[-1] = 0;", 8),
+        ("counters", "((u8*)a.arrivals)[a.batch * MAX_CLUSTER * 4] = 0;", 8),
+        ("q", "((u8*)a.q)[-1] = 0;", 9),
+        ("scales", "((u8*)a.scale)[0] = 7;", 9),
+    ],
+)
+def test_kernel_text_that_writes_elsewhere_is_caught(tmp_path: Path, place: str, line: str, status: int) -> None:
+    """One byte behind or before a buffer, or one of the inputs: the CPU program's own end tells which."""
+    if shutil.which("g++") is None:
+        pytest.skip("reason: no g++ to compile the kernel's text for the CPU")
+    store = "*(u32*)at = pack_bf16(r.x * inv, r.z * inv);"
+    kernel = CpuKernel(tmp_path, (store, f"{line} {store}"))
+    with pytest.raises(subprocess.CalledProcessError) as ended:
+        kernel(make_inputs([70]), 1, 2)
+    assert ended.value.returncode == status
+
+
 @pytest.mark.parametrize("pitch", [hopper.MIN_SCALE_PITCH, 24, hopper.MAX_SCALE_PITCH])
 def test_source_compiles(pitch: int) -> None:
     """For sm_90a, with no host compiler and no GPU; the kernel asserts that its shared memory fits, two CTAs an SM."""

@@ -1,8 +1,7 @@
 """Every engine against float64 on lengths, cuts, layouts and values that hypothesis draws.
 
 Each answer is held per (query token, head): relative L2, log-sum-exp, and NaN in exactly the rows where float64 has it.
-What is not output or scratch must come out as it went in; outputs and scratch begin as NaN and lie between canaries,
-which the Hopper text lacks.
+What is not output or scratch must come out as it went in; outputs and scratch begin as NaN and lie between canaries.
 
 CI draws the same few examples each time. To look longer, at new ones: PROPERTY_FACTOR=50 python -m pytest
 tests/test_properties.py

@@ -24,6 +24,22 @@ static u8* place(std::vector<u8>& room, const std::vector<u8>& data, u32 shift) 
   return p;
 }
 
+// Elements before and behind each buffer that the kernel writes: NaN, as its content is at first.
+constexpr size_t GUARD = 256;
+template <class T> struct Guarded {
+  std::vector<u8> room;
+  size_t bytes;
+  explicit Guarded(size_t count) : room((count + 2 * GUARD) * sizeof(T) + 16, 0xFF), bytes(count * sizeof(T)) {}
+  T* data() { return (T*)(((u64)room.data() + 15) / 16 * 16) + GUARD; }
+  bool intact() {
+    u8 *begin = (u8*)data(), *end = begin + bytes;
+    for (u8& x : room) {
+      if ((&x < begin || &x >= end) && x != 0xFF) return false;
+    }
+    return true;
+  }
+};
+
 static Args args;
 static void fiber_main() {
   mla_decode_mxfp4(args);
@@ -42,15 +58,17 @@ int main(int, char** argv) {
   args.kv = place(kv_room, read_file(folder + "kv"), 0);
   args.scale = place(scale_room, read_file(folder + "scale"), 2);
   args.kv_indptr = (int*)place(ptr_room, read_file(folder + "indptr"), 0);
+  const std::vector<u8> given[] = {q_room, kv_room, scale_room, ptr_room};
   const size_t out_bytes = (size_t)batch * HEADS * LATENT * 2;
-  std::vector<u8> out(out_bytes + 64, 0xFF); // bf16 NaN
-  args.out = (u8*)(((u64)out.data() + 15) / 16 * 16);
-  std::vector<float4> parts(2 * clusters * QUADS * THREADS, float4{NAN, NAN, NAN, NAN});
-  std::vector<float2> stats(2 * clusters * MAX_CLUSTER * HEADS, float2{NAN, NAN});
-  std::vector<u32> arrivals(batch * MAX_CLUSTER, 0);
+  Guarded<u8> out(out_bytes);
+  Guarded<float4> parts(2 * clusters * QUADS);
+  Guarded<float2> stats(2 * clusters * MAX_CLUSTER * HEADS);
+  Guarded<u32> arrivals(batch * MAX_CLUSTER);
+  args.out = out.data();
   args.parts = parts.data();
   args.part_stats = stats.data();
   args.arrivals = arrivals.data();
+  std::memset(args.arrivals, 0, arrivals.bytes);
   args.log2_scale = std::atof(argv[5]);
   args.batch = batch;
   grid_size = size * clusters;
@@ -108,9 +126,11 @@ int main(int, char** argv) {
       }
     }
   }
-  for (u32 x : arrivals) {
-    if (x) return 7; // a counter that the next launch would find wrong
+  for (int i = 0; i < batch * MAX_CLUSTER; i++) {
+    if (args.arrivals[i]) return 7; // a counter that the next launch would find wrong
   }
+  if (!out.intact() || !parts.intact() || !stats.intact() || !arrivals.intact()) return 8; // wrote outside its buffers
+  if (given[0] != q_room || given[1] != kv_room || given[2] != scale_room || given[3] != ptr_room) return 9;
   FILE* f = std::fopen((folder + "out").c_str(), "wb");
   std::fwrite(args.out, 1, out_bytes, f);
   std::fclose(f);
