@@ -55,12 +55,8 @@ HEAD_COUNTS, MAX_SPLITS = (8, 16, 32, 64, 128), 64
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 REL_L2_LIMIT = {"mxfp4": 1e-2, "fp8": 0.10}  # per sequence, against float32 attention over the cache that was read
-PICK_BUDGET_S, TIMED_RUNS, TIE, MAX_PICKS = (
-    20.0,
-    7,
-    0.02,
-    512,
-)  # TIE: by this share the fallback must be beaten; picks remembered
+# TIE: by this share the fallback must be beaten; so many picks are remembered.
+PICK_BUDGET_S, TIMED_RUNS, TIE, MAX_PICKS = 20.0, 7, 0.02, 512
 log = logging.getLogger("mla")
 
 
@@ -102,6 +98,7 @@ class Problem:
     kv_row_bytes: int = ROW_BYTES  # stride of the codes; 0 if they do not begin at a multiple of 16 bytes
     scale_strides: tuple[int, ...] = (ROW_SCALES, 1)
     has_fp8: bool = True
+    kv_first: int = 0  # token at which the first sequence begins
 
     def bodies(self) -> list[str]:
         """The kernel bodies that can read what lies here, the most promising first."""
@@ -602,7 +599,7 @@ class Inputs:
         lengths, facts, pitch = self.lengths(), _device_facts(q.device), 0 if kv.storage_offset() % 16 else kv.stride(0)
         native = torch.float8_e4m3fnuz if facts[0] == "gfx942" else torch.float8_e4m3fn
         return Problem(batch, len(q), q.shape[1], len(kv), max(lengths), min(lengths), *facts, q.device,
-                       pitch, sc.stride(), fp8 is not None and fp8.dtype == native)  # fmt: skip
+                       pitch, sc.stride(), fp8 is not None and fp8.dtype == native, int(ki[0]))  # fmt: skip
 
 
 def _unpack(data: input_t) -> Inputs:
@@ -717,8 +714,8 @@ class AiterBackend:
     def supports(self, problem: Problem) -> str | None:
         p, least, most = problem, self.min_kv_len, self.max_total_kv
         fits = p.arch in ("gfx950", "gfx942") and p.has_fp8 and (p.heads, p.total_q) == (16, p.batch)
-        if not fits or p.kv_len_min < least or p.total_kv > most:
-            return f"for gfx950 and gfx942, fp8, 16 heads, q_seq_len 1, sequences from {least}, {most} tokens: not {p}"
+        if not fits or p.kv_len_min < least or p.total_kv > most or p.kv_first:
+            return f"for gfx942 and gfx950, fp8, 16 heads, one query token, {least}..{most} tokens from 0 on: not {p}"
         return self.api if isinstance(self.api, str) else None
 
     def plans(self, problem: Problem) -> list[tuple[str, int]]:

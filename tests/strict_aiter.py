@@ -139,7 +139,8 @@ def outcome(change: str) -> str:
     error = min(float(submission._relative_l2(out, truth).max()) for truth in truths)
     pick = submission.last_pick()
     assert pick is not None
-    return f"{pick['backend']} " + ("right" if error < 0.05 else f"wrong by {error:.1e}")
+    verdict = "right" if error < 0.05 else f"wrong by {error:.1e}"
+    return f"{pick['backend']} {verdict}" + f", for ever without {[*submission._dropped]}" * bool(submission._dropped)
 
 
 def main() -> None:
