@@ -157,11 +157,11 @@ def _decode_tile(codes, scales, SCALED: tl.constexpr, DTYPE: tl.constexpr):
     BLOCKS: tl.constexpr = scales.shape[1]
     exponent = scales.to(tl.int32)
     if SCALED:
-        # gfx950 makes two bf16 of a byte; of the float32 scale it takes the exponent bits as E8M0.
-        scale = (exponent << 23).to(tl.float32, bitcast=True)[:, :, None]
-        scale = tl.reshape(tl.broadcast_to(scale, (BLOCK_N, BLOCKS, 16)), codes.shape)
-        pair = tl.inline_asm_elementwise("v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2", "=v,v,v",
-                                         [codes.to(tl.int32), scale], tl.int32, is_pure=True, pack=1)  # fmt: skip
+        # gfx950 makes two bf16 of a byte; of the float32 scale it takes the exponent bits as E8M0. In the byte's own
+        # register: blind to hazards of inline assembly, the compiler might take one that a product still reads.
+        scale = tl.broadcast_to((exponent << 23).to(tl.float32, bitcast=True)[:, :, None], (BLOCK_N, BLOCKS, 16))
+        pair = tl.inline_asm_elementwise("v_cvt_scalef32_pk_bf16_fp4 $0, $1, $2", "=v,0,v", [
+            codes.to(tl.int32), tl.reshape(scale, codes.shape)], tl.int32, is_pure=True, pack=1)  # fmt: skip
         value = tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16)).to(tl.bfloat16, bitcast=True)
     else:
         # 2^(byte - 127): byte 0 is the denormal 2^-127 and 255 is NaN, so both carry a mantissa bit.
