@@ -436,8 +436,9 @@ def show_prediction(options: argparse.Namespace) -> None:
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    if importlib.util.find_spec("gfx950") is None or importlib.util.find_spec("gfx950.inspect") is None:
-        return fail(EXIT_USAGE, "inspect needs the gfx950 package beside eval.py")
+    missing = emulator_missing()
+    if missing is not None:
+        return fail(EXIT_DEVICE, missing)
     return int(importlib.import_module("gfx950.inspect").main(options))
 
 

@@ -1,7 +1,7 @@
 """Executes, checks and prices the machine code that Triton makes for gfx950 (MI355X), on any machine.
 
 Development only: needs numpy and tinygrad 0.14.0 (for the decoder's encoding tables); `compile` also needs triton.
-What it shows is that the generated code computes the right thing. Not modelled: time, hazards between instructions,
+What it shows is that the generated code computes the right thing. Not modelled: time,
 coherence of caches across dies, workgroups that run at the same time, the order of summation inside the matrix core.
 """
 

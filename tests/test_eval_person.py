@@ -237,8 +237,11 @@ def test_another_file_gets_no_prediction_that_is_not_its_own(monkeypatch, capsys
 
 
 @pytest.mark.parametrize(("python", "how"), [((3, 10), "which needs Python 3.11"), ((3, 11), "pip install tinygrad")])
-def test_a_python_that_the_decoder_does_not_support_is_not_sent_to_install_it(monkeypatch, python, how):
+def test_a_python_that_the_decoder_does_not_support_is_not_sent_to_install_it(monkeypatch, capsys, python, how):
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "tinygrad" else find_spec(name))
     monkeypatch.setattr(sys, "version_info", python)
-    assert how in harness.emulator_missing()
+    assert harness.main(["inspect"]) == harness.main(["test", "--device", "gfx950"]) == harness.EXIT_DEVICE
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == 2
+    assert all("the gfx950 emulator needs tinygrad" in line and how in line for line in told)

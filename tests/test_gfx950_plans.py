@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,10 +12,7 @@ from cases import Case, build, errors
 
 import submission
 
-MISSING = [name for name in ("tinygrad",) if importlib.util.find_spec(name) is None]
-pytestmark = pytest.mark.skipif(
-    bool(MISSING), reason=f"reason: the emulator needs {MISSING}; pip install tinygrad==0.14.0"
-)
+pytest.importorskip("tinygrad", reason="reason: the emulator needs tinygrad; pip install tinygrad==0.14.0")
 REL_L2 = 5e-3
 
 

@@ -23,7 +23,10 @@ TESTS = {
         "test_submission_host.py", "test_submission_file.py", "test_submission_kernel.py", "test_reference.py",
         "test_faults.py", "test_concurrency.py", "test_aiter_contract.py",
     ),
-    "triton": ("test_submission_kernel.py", "test_submission_compile.py", "test_faults.py", "test_gfx950_plans.py"),
+    "triton": (
+        "test_submission_kernel.py", "test_submission_compile.py", "test_faults.py", "test_gfx950_plans.py",
+        "test_layouts.py",
+    ),
 }  # fmt: skip
 LOADED = "import torch, triton; print(f'torch {torch.__version__} triton {triton.__version__} from {PACKAGE.__file__}')"
 
