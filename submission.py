@@ -55,8 +55,7 @@ HEAD_COUNTS, MAX_SPLITS = (8, 16, 32, 64, 128), 64
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 REL_L2_LIMIT = {"mxfp4": 1e-2, "fp8": 0.10}  # per sequence, against float32 attention over the cache that was read
-# TIE: by this share the fallback must be beaten; so many picks are remembered.
-PICK_BUDGET_S, TIMED_RUNS, TIE, MAX_PICKS = 20.0, 7, 0.02, 512
+PICK_BUDGET_S, TIMED_RUNS, TIE, MAX_PICKS = 20.0, 7, 0.02, 512  # TIE: by this share the fallback must be beaten
 log = logging.getLogger("mla")
 
 
@@ -105,6 +104,12 @@ class Problem:
         fits = (self.heads, self.total_q, self.kv_row_bytes, self.scale_strides[1]) == (16, self.batch, ROW_BYTES, 1)
         own = ["gfx950", "scaled"] if GLUON and fits else ["scaled"]
         return [*own, "portable"] if self.arch == "gfx950" else ["portable"]
+
+    def fitting(self, plan: Plan) -> Plan:
+        """The plan itself; a ValueError if its body cannot run here."""
+        fits = plan.body in self.bodies() and (plan.body != "gfx950" or 32 < plan.block_n == 32 * plan.num_warps)
+        _expect(fits, "plan", f"one for {self}; with body gfx950 2, 4 or 8 warps of 32 tokens each", plan)
+        return plan
 
 
 # gfx950, ranked (batch, kv): waves, splits; `eval.py inspect` predicts the us (docs/gfx950.md), no card has timed them.
@@ -671,7 +676,8 @@ class TritonBackend:
 
     def plans(self, problem: Problem) -> list[Plan]:
         forced = overrides()["MLA_PLAN"]
-        return [replace(choose_plan(problem, forced.get("body")), **forced)] if forced else candidate_plans(problem)
+        chosen = choose_plan(problem, forced.get("body"))
+        return [problem.fitting(replace(chosen, **forced))] if forced else candidate_plans(problem)
 
     def run(self, plan: Plan, inputs: Inputs) -> Tensor:
         return run_decode(inputs, plan, inputs.q.new_empty((*inputs.q.shape[:2], LATENT_DIM)))
@@ -798,9 +804,7 @@ def overrides() -> dict[str, Any]:
         _expect(value in choices[name], name, f"one of {', '.join(choices[name])}", repr(value))
     items = [item.strip().partition("=") for item in filter(None, os.environ.get("MLA_PLAN", "").split(","))]
     for key, _, value in items:  # such as "block_n=64,num_splits=8"
-        _expect(
-            key in Plan.__slots__, "MLA_PLAN", f"field=value among {', '.join(Plan.__slots__)}", repr(f"{key}={value}")
-        )
+        _expect(key in Plan.__slots__, "MLA_PLAN", f"field=value among {', '.join(Plan.__slots__)}", f"{key}={value}")
     plan: dict[str, Any] = {key: int(value) if value.isdecimal() else value for key, _, value in items}
     Plan(**plan)  # refuses bad values
     return {**values, "MLA_PLAN": plan}
@@ -979,8 +983,7 @@ def mla_decode(
     if TritonBackend().supports(problem) is not None:
         result, lse = torch_attention(inputs)
         return result.to(torch.bfloat16), lse
-    plan, out = plan or choose_plan(problem), q.new_empty((*q.shape[:2], LATENT_DIM))
-    _expect(plan.body in problem.bodies(), "plan", f"one for {problem}", plan)
+    plan, out = problem.fitting(plan or choose_plan(problem)), q.new_empty((*q.shape[:2], LATENT_DIM))
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     with torch.cuda.device_of(q):
         return run_decode(inputs, plan, out, lse), lse

@@ -175,6 +175,33 @@ def test_override_of_the_body_brings_that_bodys_tile(monkeypatch: pytest.MonkeyP
     assert (plan.body, plan.num_splits, plan.block_n) == ("scaled", 3, 128)
 
 
+@pytest.mark.parametrize(
+    ("forced", "facts"),
+    [
+        ("num_warps=1,block_n=32", {}),  # its waves work in pairs; the compiler would end the process
+        ("num_warps=4", {}),
+        ("block_n=64", {}),
+        ("body=gfx950", {"arch": "gfx942"}),
+        ("body=scaled", {"arch": "sm_90"}),
+        ("body=gfx950", {"heads": 32}),
+    ],
+)
+def test_override_that_cannot_run_here_is_refused(
+    monkeypatch: pytest.MonkeyPatch, forced: str, facts: dict[str, Any]
+) -> None:
+    monkeypatch.setenv("MLA_PLAN", forced)
+    with pytest.raises(
+        ValueError, match=r"plan: expected one for Problem.* 2, 4 or 8 warps of 32 tokens each, got Plan"
+    ):
+        submission.TritonBackend().plans(problem(batch=256, **facts))
+
+
+def test_override_of_the_waves_brings_their_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLA_PLAN", "body=gfx950,num_warps=4,block_n=128")
+    (plan,) = submission.TritonBackend().plans(problem(batch=256))
+    assert (plan.body, plan.num_warps, plan.block_n) == ("gfx950", 4, 128)
+
+
 def test_override_that_leaves_no_backend_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLA_BACKEND", "aiter")
     with pytest.raises(RuntimeError, match="for gfx942 and gfx950"):
