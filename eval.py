@@ -336,6 +336,10 @@ def _run_mode(
         from evalkit import audit
 
         return audit.main(options, device, submission, secret, pipe, nursery, own_process)
+    if options.json is not None or options.plot is not None:
+        # Loaded before a submission runs, which could write to the file.
+        from evalkit import report  # noqa: F401
+
     if options.mode == "inspect":
         code = _inspect(options)
         if pipe is not None:

@@ -27,7 +27,7 @@ from evalkit.person import Screen, backend, header_lines, wrap
 from evalkit.protocol import EXIT_CHECK, EXIT_PASS, EXIT_USAGE, ResultPipe, escape
 from evalkit.report import environment, write_json
 from evalkit.running import Reporter, Run, inspection_error
-from evalkit.supervisor import REQUEST_LIMIT_S, Nursery, WorkerFailure, memory_files
+from evalkit.supervisor import REQUEST_LIMIT_S, Nursery, WorkerFailure, memory_files, reading_answer
 from evalkit.timing import clock_error, late_error, time_error, timed_answer
 from evalkit.transport import call, give_input, output_error, read_output
 
@@ -50,9 +50,9 @@ LATER_CALLS, LATER_CALLS_S = 40, 2.0
 ROWS, ROW_CALLS = 5, 40
 # Other shapes are tried as long as the next one is expected to end within this many seconds.
 OTHER_SHAPES_S = {"cuda": 60.0, "cpu": 30.0}
-# On a CPU these come before the ranked ones: many tokens in few sequences, and many sequences.
-LONG_TOKENS = 1024
-LONG_AND_WIDE = ((1, 1024), (32, 33), (256, 5), (1, 8192))
+# On a CPU these come before the ranked ones: many tokens in few sequences, not in whole tiles, and many sequences.
+LONG_TOKENS = 1000
+LONG_AND_WIDE = ((1, 1001), (32, 33), (256, 5), (1, 8192))
 
 
 class Refused(Exception):
@@ -99,6 +99,8 @@ class Audit:
         self._call_notes: dict[str, list[str]] = {"changed": [], "aliased": [], "malformed": []}
         self._calls = 0
         self.worker: Any = None
+        # Read now: a submission may replace its own file once it is loaded.
+        self.content = self.run.submission.read_bytes()
 
     # -- calling and judging
 
@@ -113,7 +115,12 @@ class Audit:
         return slot
 
     def outputs(
-        self, slots: list[int], datas: list[Any], pause_s: float = 0.0, hold: list[int] | None = None
+        self,
+        slots: list[int],
+        datas: list[Any],
+        pause_s: float = 0.0,
+        hold: list[int] | None = None,
+        poison: bool = True,
     ) -> list[Any]:
         """Call once per slot; every output must be well-formed, and what the call touched is noted."""
         first = self._calls == 0
@@ -122,7 +129,7 @@ class Audit:
             slots,
             datas,
             check_inputs=True,
-            poison=True,
+            poison=poison,
             pause_s=pause_s,
             hold=hold,
             limit_s=self.run.first_call_limit_s if first else REQUEST_LIMIT_S,
@@ -284,7 +291,8 @@ class Audit:
         """The same input again, also after a pause: the same output."""
         slot, data, judge = self.known("normal")
         before = self.output_of("normal")
-        (result,) = self.outputs([slot], [data], pause_s=PAUSE_S)
+        # As in a timed run, memory is what the call before left: nobody may be honest only where it finds NaN.
+        (result,) = self.outputs([slot], [data], pause_s=PAUSE_S, poison=False)
         error = float(reference.relative_l2(result.output, before).max())
         late = float(reference.relative_l2(result.later, result.output).max())
         if not torch.equal(result.later.view(torch.int16), result.output.view(torch.int16)):
@@ -330,7 +338,8 @@ class Audit:
         self.judged(data, result.output, judge)
         count, limit_s = MANY_CALLS + self.fresh_seed() % 200, MANY_CALLS_S[self.run.device]
         answer = self.worker.request("repeat", slot=slot, count=count, within_s=limit_s)
-        calls = int(answer.get("calls", 0))
+        with reading_answer():
+            calls = int(answer.get("calls", 0))
         other, _, _, _ = self.visible_change(data, judge)
         slot = self.give(other, over=slot)
         (result,) = self.outputs([slot], [other])
@@ -453,7 +462,8 @@ class Audit:
         if error:
             raise Refused(error)
         self.pick = found.get("pick") if isinstance(found.get("pick"), dict) else None
-        threads = [escape(str(name), 40) for name in found.get("threads", [])]
+        with reading_answer():
+            threads = [escape(str(name), 40) for name in found.get("threads", [])]
         return "clocks, torch and descriptors untouched" + (f"; threads alive: {', '.join(threads)}" if threads else "")
 
     def check_time(self) -> str:
@@ -494,7 +504,8 @@ class Audit:
             if answer.get("problem"):
                 raise Refused(f"in a timed run: {output_error(answer['problem'], shape, 'cuda')}")
             durations, _ = timed_answer(answer, inclusive=False)
-            late, host_ns = late_error(answer), max(map(float, answer["hosts"]), default=0.0)
+            with reading_answer():
+                late, host_ns = late_error(answer), max(map(float, answer["hosts"]), default=0.0)
             for i in range(min(len(durations), len(seeds))):
                 again = reference.generate_input(**args, seed=seeds[i])
                 output = read_output(fd, i * size, shape, self.device)
@@ -519,7 +530,8 @@ class Audit:
         for _ in range(ROWS):
             began = time.monotonic()
             answer = self.worker.request("repeat", slot=10_000, count=ROW_CALLS, within_s=20.0)
-            took.append((time.monotonic() - began) / max(1, int(answer.get("calls", 0))))
+            with reading_answer():
+                took.append((time.monotonic() - began) / max(1, int(answer.get("calls", 0))))
         return min(took) * 1e9
 
     def remark_ragged(self) -> Check:
@@ -682,9 +694,8 @@ def main(
         audit.on_progress = shown.progress
     verdict = audit.perform()
     code = {"honest": EXIT_PASS, "unloadable": EXIT_USAGE}.get(verdict, EXIT_CHECK)
-    content = submission.read_bytes()
-    guarded, remark = lint.kernelguard_findings(content)
-    findings = [*lint.lint_bytes(content), *guarded]
+    guarded, remark = lint.kernelguard_findings(audit.content)
+    findings = [*lint.lint_bytes(audit.content), *guarded]
     if pipe is not None:
         _log(pipe, audit, verdict, code)
     else:

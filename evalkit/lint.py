@@ -56,9 +56,10 @@ def lint_bytes(content: bytes) -> list[Finding]:
     """All findings for a file's content, refusals first."""
     if not content.strip():
         return [Finding(REFUSED, "empty", 0, "the file is empty")]
-    findings = []
+    findings: list[Finding] = []
     if len(content) > MAX_BYTES:
-        findings.append(Finding(REFUSED, "size", 0, f"{len(content)} bytes, the contest takes {MAX_BYTES} at most"))
+        # Nothing else is worth the time that a file of any size may take.
+        return [Finding(REFUSED, "size", 0, f"{len(content)} bytes, the contest takes {MAX_BYTES} at most")]
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -67,9 +68,9 @@ def lint_bytes(content: bytes) -> list[Finding]:
     findings += _text_rules(text)
     try:
         tree = ast.parse(text)
-    except (SyntaxError, ValueError) as error:
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", 0) or 0
-        findings.append(Finding(REFUSED, "syntax", line, str(error)))
+        findings.append(Finding(REFUSED, "syntax", line, str(error) or "nested too deeply"))
     else:
         findings += _tree_rules(tree)
     return sorted(findings, key=lambda f: (f.severity != REFUSED, f.line, f.rule))
@@ -147,6 +148,8 @@ def _call_rules(node: ast.Call, line: int) -> Iterator[Finding]:
 
 def kernelguard_findings(content: bytes) -> tuple[list[Finding], str]:
     """What the contest's own scanner says: (findings, one line about it); nothing where it is not installed."""
+    if len(content) > MAX_BYTES:
+        return [], "kernelguard was not asked: the file is too large"
     beside = Path(sys.executable).with_name("kernelguard")
     tool = str(beside) if beside.exists() else shutil.which("kernelguard")
     if tool is None:

@@ -16,7 +16,7 @@ import reference
 from evalkit.cases import Case, combine_seeds, hidden_seed
 from evalkit.judge import STRICT_REL_L2, Judge
 from evalkit.protocol import EXIT_CHECK, EXIT_DEVICE, EXIT_PASS, EXIT_TIMEOUT, escape
-from evalkit.supervisor import REQUEST_LIMIT_S, Nursery, Worker, WorkerFailure, memory_files
+from evalkit.supervisor import REQUEST_LIMIT_S, Nursery, Worker, WorkerFailure, memory_files, reading_answer
 from evalkit.timing import (
     MAX_CASE_WALL_S,
     Stats,
@@ -118,6 +118,7 @@ class Run:
         self.nursery = self.shared_nursery or Nursery(self.device, exclusive=self.own_process)
         self.deadline = time.monotonic() + MODE_LIMIT_S.get(self.mode, math.inf)
         self.timeouts = 0
+        self.files = self._files()
         if self.secret is not None:
             self.key = hashlib.blake2b(str(self.secret).encode()).digest()
 
@@ -160,10 +161,24 @@ class Run:
             folder, ours = str(self.submission.parent), str(Path(reference.__file__).parent)
             worker.request("setup", limit_s=120.0, device=self.device, folder=folder, harness=ours)
             yield worker
+        files = self._files()
+        changed = sorted(path.name for path, content in self.files.items() if files.get(path) != content)
+        if changed:
+            raise WorkerFailure(f"files were changed meanwhile: {escape(', '.join(changed), 200)}", "check")
+
+    def _files(self) -> dict[Path, bytes]:
+        """Digests of the submission and of the evaluator's own files, which a worker could write to."""
+        ours = Path(reference.__file__).parent
+        found = {}
+        for path in {self.submission, *ours.glob("*.py"), *ours.glob("evalkit/*.py"), *ours.glob("gfx950/*.py")}:
+            with contextlib.suppress(OSError):
+                found[path] = hashlib.blake2b(path.read_bytes()).digest()
+        return found
 
     def load(self, worker: Worker) -> float:
         answer = worker.request("load", path=str(self.submission), limit_s=LOAD_LIMIT_S[self.device])
-        return float(answer.get("load_s", 0.0))
+        with reading_answer():
+            return float(answer.get("load_s", 0.0))
 
     def prepare(self, worker: Worker, slot: int, args: dict[str, Any]) -> Any:
         """The same input here and in the worker."""
@@ -424,12 +439,13 @@ def _is_device_failure(result: CaseResult) -> bool:
 
 def inspection_error(found: dict[str, Any]) -> str | None:
     """What an inspection of the worker found that no honest submission does, or None."""
-    if found.get("replaced"):
-        return f"the submission replaced {escape(', '.join(map(str, found['replaced'])), 200)}"
-    if found.get("findings"):
-        return f"the emulator found: {escape('; '.join(map(str, found['findings'])), 400)}"
-    if found.get("closed"):
-        return f"the submission closed or replaced {escape(', '.join(map(str, found['closed'])), 100)}"
+    with reading_answer():
+        if found.get("replaced"):
+            return f"the submission replaced {escape(', '.join(map(str, found['replaced'])), 200)}"
+        if found.get("findings"):
+            return f"the emulator found: {escape('; '.join(map(str, found['findings'])), 400)}"
+        if found.get("closed"):
+            return f"the submission closed or replaced {escape(', '.join(map(str, found['closed'])), 100)}"
     return None
 
 

@@ -41,6 +41,15 @@ class WorkerFailure(Exception):
         self.kind = kind
 
 
+@contextlib.contextmanager
+def reading_answer() -> Iterator[None]:
+    """A worker's answer is what a submission may have made of it: one of another form is a failure of the worker."""
+    try:
+        yield
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise WorkerFailure(f"sent an answer of the wrong form ({type(error).__name__})", "protocol") from error
+
+
 def _ending(status: int) -> str:
     if status < 0:
         return "ended in an unknown way"
@@ -330,7 +339,7 @@ class Worker:
         body, self.received = self.received[4 : 4 + size], self.received[4 + size :]
         try:
             answer = json.loads(body)
-        except ValueError:
+        except (ValueError, RecursionError):
             answer = None
         if not isinstance(answer, dict):
             self._fail("wrote to the evaluator's control channel", "protocol")

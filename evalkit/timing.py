@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from evalkit.cases import Case
+from evalkit.supervisor import reading_answer
 
 MAX_CASE_WALL_S = 120.0
 # A time that leaves out work: the device's clock against everything up to a device-wide synchronise.
@@ -71,18 +72,20 @@ def paper_bandwidth(card: str) -> float | None:
 
 def timed_answer(answer: dict[str, Any], inclusive: bool) -> tuple[list[float], list[float]]:
     """(ns between the events, ns by the host's clock) of timed runs; of inclusive ones less the host's part."""
-    times = [float(t) for t in answer["durations"]]
-    walls = [float(w) for w in answer["walls"]]
-    if inclusive:
-        hosts = [float(h) for h in answer["hosts"]]
-        times = [max(1.0, t - h) for t, h in zip(times, hosts, strict=True)]
-        walls = [max(1.0, w - h) for w, h in zip(walls, hosts, strict=True)]
+    with reading_answer():
+        times = [float(t) for t in answer["durations"]]
+        walls = [float(w) for w in answer["walls"]]
+        if inclusive:
+            hosts = [float(h) for h in answer["hosts"]]
+            times = [max(1.0, t - h) for t, h in zip(times, hosts, strict=True)]
+            walls = [max(1.0, w - h) for w, h in zip(walls, hosts, strict=True)]
     return times, walls
 
 
 def late_error(answer: dict[str, Any]) -> str | None:
     """Which timed outputs were still written after the second event, or None."""
-    late = [int(i) for i in answer.get("late", [])]
+    with reading_answer():
+        late = [int(i) for i in answer.get("late", [])]
     return f"the output of timed run {late[0] + 1} was written after the clock had stopped" if late else None
 
 

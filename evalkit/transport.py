@@ -9,7 +9,7 @@ from typing import Any
 
 import reference
 from evalkit.protocol import escape
-from evalkit.supervisor import REQUEST_LIMIT_S, Worker, WorkerFailure, memory_files
+from evalkit.supervisor import REQUEST_LIMIT_S, Worker, WorkerFailure, memory_files, reading_answer
 
 
 def _input_tensors(data: Any) -> dict[str, Any]:
@@ -90,12 +90,14 @@ def output_error(meta: dict[str, Any], shape: tuple[int, ...], device: str) -> s
         return f"output: expected a torch.Tensor, got {escape(str(meta.get('type')), 80)}"
     if meta.get("dtype") != "torch.bfloat16":
         return f"output: expected torch.bfloat16, got {escape(str(meta.get('dtype')), 80)}"
+    if meta.get("layout", "torch.strided") != "torch.strided":
+        return f"output: expected a strided tensor, got {escape(str(meta.get('layout')), 80)}"
     if tuple(meta.get("shape", ())) != shape:
         return f"output: expected shape {shape}, got {escape(str(tuple(meta.get('shape', ()))), 80)}"
     if meta.get("device") != device:
         return f"output: expected a tensor on {device}, got one on {escape(str(meta.get('device')), 80)}"
     if meta.get("late"):
-        return "output: it changed after the call had returned, so it was written late"
+        return "output: it changed after its call had returned: written late, or one tensor for several calls"
     if not meta.get("saved", True):
         return "output: its bytes could not be read"
     return None
@@ -130,20 +132,21 @@ def call(
         )
         results = []
         offset = 0
-        for meta, shape, size in zip(answer["results"], shapes, sizes, strict=True):
-            error = output_error(meta, shape, device.type)
-            output = None if error else read_output(fd, offset, shape, device)
-            later = None if error or not pause_s else read_output(fd, offset + sum(sizes), shape, device)
-            results.append(
-                CallResult(
-                    output,
-                    error,
-                    float(meta.get("call_s", 0.0)),
-                    bool(meta.get("aliases_input")),
-                    [str(name) for name in meta.get("changed", [])],
-                    int(meta.get("begin", -1)),
-                    later,
+        with reading_answer():
+            for meta, shape, size in zip(answer["results"], shapes, sizes, strict=True):
+                error = output_error(meta, shape, device.type)
+                output = None if error else read_output(fd, offset, shape, device)
+                later = None if error or not pause_s else read_output(fd, offset + sum(sizes), shape, device)
+                results.append(
+                    CallResult(
+                        output,
+                        error,
+                        float(meta.get("call_s", 0.0)),
+                        bool(meta.get("aliases_input")),
+                        [str(name) for name in meta.get("changed", [])],
+                        int(meta.get("begin", -1)),
+                        later,
+                    )
                 )
-            )
-            offset += size
+                offset += size
     return results

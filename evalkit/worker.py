@@ -39,7 +39,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 
 REACHING_CAPABILITIES = (16, 17, 19, 21, 38, 39, 40)
 
 # Attributes of a worker that its own steps assign to after the submission is loaded.
-CHANGING = ("entry", "module", "durations", "frozen", "methods")
+CHANGING = ("entry", "module", "durations", "frozen", "methods", "codes", "names")
 
 # What a submission has no business replacing. Names that a library adds later are nobody's concern.
 GUARDED = {
@@ -77,7 +77,11 @@ GUARDED = {
     "torch.testing": ("assert_close",),
     "json": ("dumps", "loads"),
     "hashlib": ("blake2b",),
-    "os": ("write", "read", "_exit", "kill"),
+    "os": ("write", "read", "pwrite", "close", "fstat", "_exit", "kill"),
+    "gc": ("enable", "disable", "collect"),
+    "mmap": ("mmap",),
+    "contextlib": ("suppress",),
+    "threading": ("enumerate",),
     "builtins": ("print", "isinstance", "type", "len", "abs", "max", "min", "sum", "float", "int"),
     "reference": ("generate_input", "ref_kernel", "check_implementation", "attention_truth", "relative_l2"),
     "utils": ("clear_l2_cache_large", "verbose_allclose", "match_reference", "make_match_reference"),
@@ -264,6 +268,9 @@ class Worker:
         self.known_tools: list[Any] = []
         self.frozen: dict[str, Any] = {}
         self.methods: dict[str, Any] = {}
+        self.codes: dict[str, Any] = {}
+        self.names: dict[str, Any] = {}
+        self.collector_on, self.collector_off = gc.enable, gc.disable
         self.blake2b = hashlib.blake2b
         self.entry: Callable[[Any], Any] | None = None
         self.module: Any = None
@@ -354,6 +361,8 @@ class Worker:
         sys.argv = [path]
         self.frozen = {name: value for name, value in vars(self).items() if name not in CHANGING}
         self.methods = dict(vars(type(self)))
+        self.codes = {name: value.__code__ for name, value in self.methods.items() if hasattr(value, "__code__")}
+        self.names = dict(globals())
         start = self.clock()
         spec = importlib.util.spec_from_file_location("submission", path)
         if spec is None or spec.loader is None:
@@ -411,9 +420,10 @@ class Worker:
         return {}
 
     def _hash_inputs(self, slot: int) -> dict[str, str]:
-        """A digest of every tensor's bytes, to see whether the call wrote to them."""
-        digests = {}
-        for name, tensor in _named_tensors(self.inputs[slot]).items():
+        """A digest of every tensor's address and bytes, to see whether the call wrote to them or put others there."""
+        data = self.inputs[slot]
+        digests = {"config": repr(data[4]), "kv_data": repr([str(name) for name in data[1]])}
+        for name, tensor in _named_tensors(data).items():
             flat = tensor.view(self.torch.uint8).reshape(-1)
             if self.cuda and flat.numel() > (64 << 20):
                 # Too much to bring over: sums over 64-bit words, plain and weighted by position, piece by piece.
@@ -425,6 +435,7 @@ class Worker:
                 digests[name] = str(self.torch.stack(sums).tolist())
             else:
                 digests[name] = self.blake2b(flat.cpu().numpy().tobytes(), digest_size=16).hexdigest()
+            digests[name] += f" at {tensor.data_ptr()}"
         return digests
 
     # -- calls
@@ -467,6 +478,9 @@ class Worker:
         changed = [name for name, value in self.frozen.items() if now.get(name) is not value]
         changed += [name for name in now if name not in self.frozen and name not in CHANGING]
         changed += [name for name, value in self.methods.items() if methods.get(name) is not value]
+        changed += [name for name, code in self.codes.items() if self.methods[name].__code__ is not code]
+        names = globals()
+        changed += [name for name in {*names, *self.names} if names.get(name) is not self.names.get(name)]
         if changed:
             raise Refusal(f"the submission replaced parts of the evaluator's worker: {', '.join(changed)}")
 
@@ -491,6 +505,8 @@ class Worker:
         """What came back, without touching the values."""
         torch = self.torch
         meta: dict[str, Any] = {"type": self.type_of(out).__name__, "plain": self.type_of(out) is torch.Tensor}
+        if meta["plain"] and (out.is_nested or out.is_neg()):
+            return {**meta, "dtype": str(out.dtype), "layout": "a nested one" if out.is_nested else "a negated view"}
         if isinstance(out, torch.Tensor):
             meta["shape"], meta["dtype"] = list(out.shape), str(out.dtype)
             meta["device"], meta["layout"] = out.device.type, str(out.layout)
@@ -504,6 +520,8 @@ class Worker:
         torch = self.torch
         if self.type_of(out) is not torch.Tensor or out.dtype != torch.bfloat16 or out.layout != torch.strided:
             return False
+        if out.is_nested or out.is_neg() or out.device.type == "meta":
+            return False
         if out.numel() * 2 != capacity:
             return False
         # Through the C type, whose methods cannot be replaced: nothing may compute the output only now.
@@ -515,15 +533,17 @@ class Worker:
         return True
 
     def op_call(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-        """Call once per slot, in order; the outputs are kept and read only after the last call.
+        """Call once per slot, in order; what is judged is each output as it was when its call returned.
 
-        `pause_s` reads everything a second time after a pause. Results go to the memory file one after the other.
+        Its own memory must hold the same after the last call; `pause_s` reads that after a pause. Results go to the
+        memory file one after the other.
         """
         assert self.entry is not None
         results = []
         outputs = []
+        copies = []
         # Names of this frame: nothing that the call does to the object changes what comes right behind it.
-        early_copy, refuse_hooks = self._early_copy, self._refuse_hooks
+        early_copy, refuse_hooks, collector_off = self._early_copy, self._refuse_hooks, self.collector_off
         for slot in request["slots"]:
             data = self.inputs[slot]
             before = self._hash_inputs(slot) if request["hash"] else None
@@ -531,6 +551,8 @@ class Worker:
                 self._poison(slot)
             start = self.clock()
             out = self.entry(data)
+            # A finaliser in cyclic garbage computes when the collector comes by: not before all is read.
+            collector_off()
             hook = self.get_profile() or self.get_trace()
             early = early_copy(out)
             if self.cuda:
@@ -538,8 +560,6 @@ class Worker:
             took = self.clock() - start
             refuse_hooks(hook)
             result = self._describe(out)
-            result["late"] = early is not None and not self._same_bytes(early, out)
-            del early
             result["call_s"] = took
             if before is not None:
                 after = self._hash_inputs(slot)
@@ -549,15 +569,20 @@ class Worker:
                 result["aliases_input"] = any(result["begin"] < e and b < result["end"] for b, e in ranges)
             results.append(result)
             outputs.append(out)
+            copies.append(early)
         offset = 0
         for repeat in range(2 if request["pause_s"] else 1):
             if repeat:
                 self.sleep(request["pause_s"])
                 if self.cuda:
                     self.device_synchronize()
-            for out, result, capacity in zip(outputs, results, request["bytes"], strict=True):
+            for out, result, capacity in zip(outputs if repeat else copies, results, request["bytes"], strict=True):
                 result["saved"] = self._save(out, fds[0], offset, capacity)
                 offset += capacity
+        for early, out, result in zip(copies, outputs, results, strict=True):
+            # What is not strided memory of this device is refused by what it says of itself.
+            memory = result.get("layout") == "torch.strided" and result.get("device") == data[0].device.type
+            result["late"] = memory and early is not None and not self._same_bytes(early, out)
         for hold, out in zip(request["hold"], outputs, strict=False):
             self.held[hold] = out
         return {"results": results, "threads": self._threads()}
@@ -610,7 +635,7 @@ class Worker:
         torch, entry, flush = self.torch, self.entry, self.flush
         assert entry is not None and flush is not None
         base, get_profile, get_trace = self.tensor_base, self.get_profile, self.get_trace
-        early_copy, refuse_hooks = self._early_copy, self._refuse_hooks
+        early_copy, refuse_hooks, collector_off = self._early_copy, self._refuse_hooks, self.collector_off
         slot, seeds, inclusive = request["slot"], request["seeds"], request["inclusive"]
         synchronize, record, elapsed = self.device_synchronize, self.event_record, self.event_elapsed
         if request["reset"]:
@@ -647,6 +672,7 @@ class Worker:
                 record(start, queue)
                 called = self.clock()
                 out = entry(data)
+                collector_off()
                 # A hook that acts on this very look does so while the clock still runs.
                 hook = get_profile() or get_trace()
                 hosts.append((self.clock() - called) * 1e9)
@@ -790,6 +816,7 @@ def serve(fd: int) -> None:
             answer = {"ok": False, "error": _short_trace(error), "kind": type(error).__name__}
         if process_id() != own_id:
             leave(70)  # a child that a call has forked does not answer for its parent
+        worker.collector_on()
         for passed in fds:
             with contextlib.suppress(OSError):
                 os.close(passed)

@@ -128,7 +128,7 @@ def test_audit_document_and_screen(short_audit, tmp_path, capsys):
     # What a CPU has no time for is part of the verdict.
     untried = text[text.index("HONEST:") :].split("not tried")[0]
     assert "256x8192" in untried
-    assert "1x1024" not in untried
+    assert "1x1001" not in untried
 
 
 def test_tolerance_is_printed_and_used(short_audit, tmp_path, capsys):
@@ -141,6 +141,20 @@ def test_tolerance_is_printed_and_used(short_audit, tmp_path, capsys):
     assert harness.main(arguments) == 112
     assert harness.main([*arguments, "--tolerance", "0.2"]) == 0
     assert "<= 0.2 to the nearest honest truth" in capsys.readouterr().out
+
+
+def test_a_file_that_changes_while_it_is_evaluated_is_refused(tmp_path, capsys):
+    path, cases = tmp_path / "submission.py", tmp_path / "cases.txt"
+    text = "from mla import honest\n\n\ndef custom_kernel(data):\n    open(__file__, 'a').close()\n"
+    text += "    return honest(data)\n"
+    path.write_text(text)
+    (tmp_path / "mla.py").write_text((GALLERY / "mla.py").read_text())
+    cases.write_text("batchsize: 2; qseqlen: 1; kvseqlen: 33; seed: 1\n")
+    arguments = ["test", str(cases), "--submission", str(path), "--device", "cpu"]
+    assert harness.main(arguments) == 0
+    path.write_text(text.replace(".close()", ".write('# harmless')"))
+    assert harness.main(arguments) == 112
+    assert "files were changed meanwhile: submission.py" in capsys.readouterr().out
 
 
 # -- lint
@@ -166,6 +180,8 @@ def test_a_clean_file_has_no_findings():
         ("\n" + GOOD, ("refused", "directive", 1)),
         (GOOD.replace("MI355X", "MI300X"), ("refused", "directive", 2)),
         (GOOD + "def broken(:\n", ("refused", "syntax", 5)),
+        (GOOD + "x = " + "-" * 100_000 + "1\n", ("refused", "syntax", 0)),
+        (GOOD + "x = 1" + " + 1" * 100_000 + "\n", ("refused", "syntax", 0)),
         (GOOD.replace("custom_kernel", "kernel"), ("refused", "entry point", 0)),
         (GOOD + "import reference\n", ("look", "harness import", 5)),
         (GOOD + "from utils import set_seed\n", ("look", "harness import", 5)),

@@ -1,6 +1,6 @@
 """One output tensor for all calls of a shape."""
 
-# expect: held outputs | not attention
+# expect: held outputs | one tensor for several calls
 from mla import honest
 
 outputs = {}
