@@ -253,10 +253,10 @@ def _attend_kernel(
                 s = tl.dot_scaled(k, e, "e2m1", q_latent[c][1], q_latent[c][2], "e4m3", s)
             else:
                 s = tl.dot(latent[c], q_latent[c], s)
-        s = tl.where(valid, s * qk_scale, -float("inf"))  # [BLOCK_N, 16]
+        s = tl.where(valid, s, -float("inf"))  # [BLOCK_N, 16], subtracted before it is scaled: that is exact at the top
         m_next = tl.maximum(m, tl.max(s, 0))
-        p = tl.exp2(s - m_next[None, :])  # NaN if every score so far is -inf, as softmax has it
-        kept = l * tl.exp2(m - m_next)
+        p = tl.exp2((s - m_next[None, :]) * qk_scale)  # NaN if every score so far is -inf, as softmax has it
+        kept = l * tl.exp2((m - m_next) * qk_scale)
         l, m = kept + tl.sum(p, 0), m_next
         inverse = 1.0 / l  # acc is a mean of V at all times: no sum can overflow
         p, kept, acc_next = p * inverse[None, :], kept * inverse, ()
@@ -265,7 +265,7 @@ def _attend_kernel(
         acc = acc_next
     slot = (row.to(tl.int64) * num_splits + split) * HEADS + head
     if lse_ptr is not None:
-        tl.store(lse_ptr + slot, (m + tl.log2(l)) * 0.6931471805599453, mask=is_head)
+        tl.store(lse_ptr + slot, (m * qk_scale + tl.log2(l)) * 0.6931471805599453, mask=is_head)
     # An empty split stores its lse alone: at weight 0 the merge does not read the rest.
     mask = (head < tl.where((begin < end) | (num_splits == 1), HEADS, 0))[None, :]
     for c in tl.static_range(512 // CHUNK):
@@ -278,7 +278,7 @@ def _merge_kernel(
     out_ptr, lse_ptr,  # bf16 [total_q, heads, 512], float32 [total_q, heads] or None
     num_splits, HEADS: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,  # SPLITS: up to a power of two
 ):  # fmt: skip
-    """Merge the splits of one (query token, head) over BLOCK_D dims; an empty split weighs 0, NaN stays NaN."""
+    """Merge one (query token, head), all splits of BLOCK_D dims at once; an empty one weighs 0, NaN stays NaN."""
     out_slot = tl.program_id(0).to(tl.int64)
     dim = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     split = tl.arange(0, SPLITS)
@@ -287,7 +287,6 @@ def _merge_kernel(
     peak = tl.maximum(tl.max(lse, 0), -3e38)  # finite
     weight = tl.exp(lse - peak)
     total = tl.sum(weight, 0)
-    # [SPLITS, BLOCK_D], all of it in flight at once
     partial = tl.load(partial_out_ptr + slot[:, None] * 512 + dim, mask=(weight != 0.0)[:, None], other=0.0)
     out = tl.sum(partial * (weight / tl.where(total == 0.0, 1.0, total))[:, None], 0)
     tl.store(out_ptr + out_slot * 512 + dim, out.to(out_ptr.dtype.element_ty))
@@ -477,13 +476,13 @@ def _attend_gfx950_kernel(
                 token = _token(_index(ks.shape, SCALES, ((0, 64), (1, 2), (2, 1), (3, 4))), WAVES)
                 ks = gl.where((token >= t - row) & (token < end - row), ks, 127)  # P = 0 would not silence a NaN
                 if (t == begin) & first_pass:
-                    m = gl.maximum(m, gl.max(gl.max(s, axis=1), axis=0) * qk_scale)
+                    m = gl.maximum(m, gl.max(gl.max(s, axis=1), axis=0))
             vs_lds.store(ks.reshape([PAIRS, 2, 2, 4, 4, 4, 4]).permute([0, 6, 5, 3, 1, 2, 4]))
             kr = _load_bytes(kv8_ptr, next_row, 288, 256, (2, 2, 16), WAVES)  # twice: a step takes both terms of Q
             rs = _load_bytes(scale_ptr, next_row, SCALE_STRIDE, 16, (2, 2, 1), WAVES)
             ks = _load_bytes(scale_ptr, next_row, SCALE_STRIDE, 0, (1, 4, 4), WAVES)
-            s = s * qk_scale - m[None, None, :]
-            p = gl.exp2(s).to(gl.bfloat16).reshape([PAIRS, 2, 2, 4, 4, H]).permute([0, 1, 5, 3, 2, 4])
+            p = gl.exp2((s - m[None, None, :]) * qk_scale)  # subtracted first: that is exact at the top
+            p = p.to(gl.bfloat16).reshape([PAIRS, 2, 2, 4, 4, H]).permute([0, 1, 5, 3, 2, 4])
             p_lds.store(p.reshape([PAIRS, 2, H, 4, 8]))
             s = gl.max(gl.max(s.reshape([PAIRS, 2, 2, 4, 4, H]), axis=4), axis=2)
             peak = gl.maximum(peak, _same(s, MAX_FIELDS))
@@ -512,17 +511,20 @@ def _attend_gfx950_kernel(
                 out += (cdna4.mfma(_same(value, V_LAYOUT), p, acc[1 + i]),)  # type: ignore[assignment]
             acc = out  # type: ignore[assignment]
         async_copy.wait_group(0)
-        # P is relative to the first tile's maximum; scores that outgrow it by 2^24 are read again with the true one.
-        growth = gl.max(peak.reshape([PAIRS * 8, H]), axis=0)
-        again = (gl.max(growth, axis=0) > 24) & first_pass
-        m, first_pass = gl.where(again, m + gl.convert_layout(growth, M_LAYOUT), m), False
+        # P is relative to the first tile's maximum. Scores that outgrow it by 2^24 are read again with the true one; so
+        # are sums that near float32's end, with weights of 2^-32 at most: no sum of theirs passes the largest value.
+        size = gl.abs(acc[1])
+        for i in gl.static_range(7):
+            size += gl.abs(acc[2 + i])
+        vast = gl.max(gl.max(gl.where(size < 1e36, 0.0, 1.0), axis=1), axis=0)  # NaN is vast too
+        top = gl.convert_layout(gl.max(peak.reshape([PAIRS * 8, H]), axis=0), M_LAYOUT)
+        again = (gl.max(gl.maximum((top - m) * qk_scale, 25 * vast), axis=0) > 24) & first_pass
+        m, first_pass = gl.where(again, top + vast * (32 / qk_scale), m), False
 
     # Sum over pairs, a quarter of the dims each: pair, block bit 1, word, bit 0, block // 4, part, wave, head, parity
     SUM_SHAPE: gl.constexpr = (PAIRS, 2, 2, 2, 4, 2, WAVES, H // WAVES, 2)
     SUM_FIELDS: gl.constexpr = _fields(SUM_SHAPE, [8, 0, 7], [2, 5, 3, 1, 4], [6])
-    SUM_ROWS: gl.constexpr = gl.PaddedSharedLayout.with_identity_for(
-        [[128, 8]], list(SUM_SHAPE), [8, 5, 4, 3, 2, 1, 7, 6, 0]
-    )
+    SUM_ROWS: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[128, 8]], SUM_SHAPE, [8, 5, 4, 3, 2, 1, 7, 6, 0])
     OUT_SHAPE: gl.constexpr = (2, 2, 2, 4, 2, WAVES, H // WAVES, 8)
     OUT_FIELDS: gl.constexpr = _fields(OUT_SHAPE, [7, 6], [1, 4, 2, 0, 3], [5])
     memory = gl.allocate_shared_memory(gl.float32, SUM_SHAPE, SUM_ROWS)
@@ -536,11 +538,10 @@ def _attend_gfx950_kernel(
     weight = gl.where(total == 0, 0.0, 1.0 / total).reshape([WAVES, H // WAVES])
     x *= gl.convert_layout(weight, _keep(OUT_FIELDS, 8, 5, 6))[None, None, None, None, None, :, :, None]
     TERMS: gl.constexpr = ((0, 64), (1, 8), (2, 32), (3, 128), (4, 16), (5, 512 * H // WAVES), (6, 512), (7, 1))
-    offsets = _index(OUT_SHAPE, OUT_FIELDS, TERMS)
     part = (seq * NUM_SPLITS + split).to(gl.int64)
-    cdna4.buffer_store(x.to(out_ptr.dtype.element_ty), out_ptr + part * (H * 512), offsets)
+    cdna4.buffer_store(x.to(out_ptr.dtype.element_ty), out_ptr + part * (H * 512), _index(OUT_SHAPE, OUT_FIELDS, TERMS))
     if lse_ptr is not None:
-        lse = (m + gl.log2(total)) * 0.6931471805599453
+        lse = (m * qk_scale + gl.log2(total)) * 0.6931471805599453
         cdna4.buffer_store(lse, lse_ptr + part * H, gl.arange(0, H, layout=M_LAYOUT))
 
 
@@ -627,9 +628,8 @@ def _device_facts(device: torch.device) -> tuple[str, int]:
             if not INTERPRETED and active.get_active_torch_device().type == "cpu":  # emulated
                 return active.get_current_target().arch, 256
         return "cpu", 8
-    facts = torch.cuda.get_device_properties(device)
-    arch = facts.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{facts.major}{facts.minor}"
-    return arch, facts.multi_processor_count
+    p = torch.cuda.get_device_properties(device)
+    return p.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{p.major}{p.minor}", p.multi_processor_count
 
 
 def run_decode(inputs: Inputs, plan: Plan, out: Tensor, lse: Tensor | None = None) -> Tensor:
