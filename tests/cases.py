@@ -238,3 +238,45 @@ def complaints(
         if not bool((off <= lse_off).all()):
             found.append(f"lse off by {off.max():.1e}")
     return found
+
+
+MAX_VALUE_BYTE = 252  # six times two to this minus 127 is the largest value that float32 holds with every code
+FAR_ENDS = (
+    "values 20",
+    "values 200",
+    "scores 1e10",
+    "scores 1e20",
+    "scores 1e37",
+    "largest q",
+    "equal scores 1e10",
+    "scores 3e38",
+)
+
+
+def far_end(kind: str, lengths: tuple[int, ...]) -> tuple[Case, Tensors]:
+    """Values or scores near the end of float32's range, where float32 attention is finite and near float64's.
+
+    "values n": up to 6 * 2^125, without signs; scores rise by n powers of two in the last head, evenly less in the
+    heads before it, and fall in the first ones. "scores 3e38": of either sign, by head.
+    """
+    q_factor = {"scores 1e10": 2.0**28, "scores 1e20": 2.0**62, "scores 1e37": 2.0**115, "largest q": 2.0**127}
+    if kind in q_factor:
+        case = Case(lengths, scale_bytes=(100, 101) if kind == "largest q" else (127, 128), q_factor=q_factor[kind])
+        return case, build(case)
+    case = Case(lengths, scale_bytes=(127,), sm_scale=1.0 if kind == "scores 3e38" else 576**-0.5)
+    t, total = build(case), sum(lengths)
+    # The score is that of RoPE alone: so many of its dims are 1 and the others 0.
+    rank = torch.cat([torch.arange(n) / max(1, n - 1) for n in lengths])  # 0 .. 1 in each sequence
+    if kind == "scores 3e38":
+        ones, slope = 57 + (6 * rank).long(), torch.where(torch.arange(16) % 2 == 0, 2.0**122, -(2.0**122))
+    elif kind == "equal scores 1e10":
+        ones, slope = torch.full((total,), 64), torch.full((16,), 2.0**33)
+    else:
+        growth = float(kind.split()[1])
+        ones, slope = (64 * rank).long(), (torch.arange(16) - 8) / 7 * growth / (64 * case.sm_scale * 1.4427)
+        t.codes.bitwise_and_(0x77)
+        t.scales[:total, :16] = MAX_VALUE_BYTE
+    dims = torch.where(torch.arange(64) < ones[:, None], 2, 0)
+    t.codes[:total, 256:] = (dims[:, ::2] | dims[:, 1::2] << 4).to(torch.uint8)
+    t.q[:, :, :512], t.q[:, :, 512:] = 0, slope[:, None]
+    return case, t

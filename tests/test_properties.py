@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, Guarded, Layout, Tensors, answer, build, complaints, guarded_allocations
+from cases import FAR_ENDS, Case, Guarded, Layout, Tensors, answer, build, complaints, far_end, guarded_allocations
 from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 
@@ -181,6 +181,13 @@ def test_torch_backend(case: Case, layout: Layout) -> None:
     assert contest_call(case, layout) == ([], "torch", [])
 
 
+@pytest.mark.parametrize("kind", FAR_ENDS)
+def test_torch_backend_at_the_far_end(kind: str) -> None:
+    case, t = far_end(kind, (1, 150, 0, 333))
+    out, lse = submission.torch_attention(submission.Inputs(t.q, t.codes, t.scales, t.indptr, case.sm_scale))
+    assert complaints(out, lse, case, t) == []
+
+
 @examples(60)
 @given(
     lengths=st.lists(st.one_of(st.sampled_from(EDGES), st.integers(0, 150)), min_size=1, max_size=4),
@@ -249,8 +256,10 @@ def test_gfx950_body(emulated: Any, case: Case, cut: tuple[int, int], layout: La
 
 # The Hopper kernel's text, on a CPU
 
-# Weights there grow to 2^12.
+
+# Weights there grow to 2^12, and sums are normalised at the end.
 HOPPER_MAX_BYTE = 127 + 100
+HOPPER_FAR_ENDS = [kind for kind in FAR_ENDS if not kind.startswith("values") and kind != "scores 3e38"]
 
 
 @pytest.fixture(scope="module")
@@ -273,6 +282,14 @@ def test_hopper_text(hopper_kernel: Any, case: Case, cut: tuple[int, int], order
     x = SimpleNamespace(q=t.q, kv_fp4=t.codes, kv_scale=t.scales, kv_indptr=t.indptr, sm_scale=case.sm_scale)
     out = hopper_kernel(x, *cut, launches=2, order=order)
     assert complaints(out, None, case, t) == []
+
+
+@pytest.mark.parametrize("cut", [(1, 1), (1, 5), (2, 3)], ids=str)
+@pytest.mark.parametrize("kind", HOPPER_FAR_ENDS)
+def test_hopper_text_at_the_far_end(hopper_kernel: Any, kind: str, cut: tuple[int, int]) -> None:
+    case, t = far_end(kind, (1, 150, 0, 333))
+    x = SimpleNamespace(q=t.q, kv_fp4=t.codes, kv_scale=t.scales, kv_indptr=t.indptr, sm_scale=case.sm_scale)
+    assert complaints(hopper_kernel(x, *cut), None, case, t) == []
 
 
 # Plans
