@@ -41,6 +41,8 @@ REPEAT_REL_L2 = 1e-2
 # Rows that an edit of another sequence must leave alone: a per-tensor scale may follow the edit.
 UNTOUCHED_REL_L2 = 0.05
 PAUSE_S = 0.3
+# Between calls a worker rests: seconds to settle and to watch, and the share of the latter that it may work.
+SETTLE_S, WATCH_S, REST_SHARE = 0.3, 0.4, 0.2
 TIMED_RUNS = 12
 # More calls on one input than a ranked run makes (8 shapes x 100), as far as this many seconds allow.
 MANY_CALLS, MANY_CALLS_S = 1000, {"cuda": 20.0, "cpu": 4.0}
@@ -161,6 +163,17 @@ class Audit:
         """Remember the row that came closest to its own limit."""
         if verdict.worst_rel_l2 / verdict.limit > self.worst_rel_l2 / self.worst_limit:
             self.worst_rel_l2, self.worst_limit = verdict.worst_rel_l2, verdict.limit
+
+    def repeated(self, slot: int, data: Any, count: int, within_s: float) -> int:
+        """Call many times on one input; the mean of the outputs must be right. Returns the number of calls."""
+        shape = reference.output_shape(data)
+        with memory_files(2 * shape[0] * shape[1] * shape[2]) as (fd,), reading_answer():
+            answer = self.worker.request("repeat", [fd], slot=slot, count=count, within_s=within_s)
+            calls = int(answer.get("calls", 0))
+            mean = read_output(fd, 0, shape, self.device)
+        if calls:
+            self.judged(data, mean, what=f"the mean of {calls} calls on one input: ")
+        return calls
 
     def known(self, kind: str) -> tuple[int, Any, Judge]:
         """An input of this kind in the first shape, made once: (slot, data, judge)."""
@@ -337,9 +350,7 @@ class Audit:
         (result,) = self.outputs([slot], [data])
         self.judged(data, result.output, judge)
         count, limit_s = MANY_CALLS + self.fresh_seed() % 200, MANY_CALLS_S[self.run.device]
-        answer = self.worker.request("repeat", slot=slot, count=count, within_s=limit_s)
-        with reading_answer():
-            calls = int(answer.get("calls", 0))
+        calls = self.repeated(slot, data, count, limit_s)
         other, _, _, _ = self.visible_change(data, judge)
         slot = self.give(other, over=slot)
         (result,) = self.outputs([slot], [other])
@@ -438,13 +449,28 @@ class Audit:
         shape = reference.output_shape(datas[0])
         size = 2 * shape[0] * shape[1] * shape[2]
         # Calls that keep nothing: whoever hands out a few tensors in turn comes round to the first one.
-        self.worker.request("repeat", slot=slots[1], count=LATER_CALLS, within_s=LATER_CALLS_S)
+        self.repeated(slots[1], datas[1], LATER_CALLS, LATER_CALLS_S)
         with memory_files(size) as (fd,):
             answer = self.worker.request("reread", [fd], hold=0, bytes=size)
             again = read_output(fd, 0, shape, self.device)
         if not answer.get("saved") or not torch.equal(again.view(torch.int16), results[0].output.view(torch.int16)):
             raise Refused("an output that was held changed in a later call: calls share one output tensor")
         return "both stay right"
+
+    def check_rest(self) -> str:
+        """A new input lies there and nobody has called: whoever works on it now does so before the clock starts."""
+        data = inputs.make("normal", *self.shapes[0], self.fresh_seed(), self.device)
+        # Threads that wait for their next piece of work may spin for a while after a call.
+        time.sleep(SETTLE_S)
+        slot = self.give(data)
+        before = sum(spent for _, spent in self.worker.processes().values())
+        time.sleep(WATCH_S)
+        spent = sum(spent for _, spent in self.worker.processes().values()) - before
+        if spent > REST_SHARE * WATCH_S:
+            raise Refused(f"{1e3 * spent:.0f} ms of processor time within {1e3 * WATCH_S:.0f} ms between two calls")
+        (result,) = self.outputs([slot], [data])
+        self.judged(data, result.output)
+        return f"{1e3 * max(0.0, spent):.0f} ms of processor time within {1e3 * WATCH_S:.0f} ms between two calls"
 
     def check_inputs_unchanged(self) -> str:
         """Inputs are hashed before and after every call; outputs lie in memory of their own."""
@@ -516,7 +542,7 @@ class Audit:
         if error:
             raise Refused(f"{case.shape}: {error}")
         typical_ns = sorted(durations)[len(durations) // 2]
-        error = clock_error(typical_ns, host_ns, self._own_ns())
+        error = clock_error(typical_ns, host_ns, self._own_ns(again))
         if error:
             raise Refused(f"{case.shape}: {error}")
         typical = typical_ns / 1e3
@@ -524,14 +550,16 @@ class Audit:
             f"{case.shape}: {typical:.1f} us, {min(inclusive) / 1e3:.1f} us until idle, {len(durations)} outputs right"
         )
 
-    def _own_ns(self) -> float:
+    def _own_ns(self, data: Any) -> float:
         """A call in a row of calls, by the clock of this process, which no submission can reach."""
         took = []
         for _ in range(ROWS):
             began = time.monotonic()
-            answer = self.worker.request("repeat", slot=10_000, count=ROW_CALLS, within_s=20.0)
-            with reading_answer():
+            shape = reference.output_shape(data)
+            with memory_files(2 * shape[0] * shape[1] * shape[2]) as (fd,), reading_answer():
+                answer = self.worker.request("repeat", [fd], slot=10_000, count=ROW_CALLS, within_s=20.0)
                 took.append((time.monotonic() - began) / max(1, int(answer.get("calls", 0))))
+                self.judged(data, read_output(fd, 0, shape, self.device), what="in a row of calls: ")
         return min(took) * 1e9
 
     def remark_ragged(self) -> Check:
@@ -542,7 +570,10 @@ class Audit:
         name = "remark: ragged lengths"
         try:
             (result,) = self.outputs([self.give(data)], [data])
-            self.judged(data, result.output)
+            # Not `judged`: what is no part of the verdict is not its worst row either.
+            verdict = Judge(data, self.run.tolerance).strict(result.output, self.cache)
+            if not verdict.passed:
+                raise Refused(verdict.message)
         except (Refused, WorkerFailure) as error:
             if isinstance(error, WorkerFailure) and error.kind != "submission":
                 return Check(name, False, f"lengths {lengths}: the worker {error}", counts=False)
@@ -609,6 +640,7 @@ CHECKS: tuple[tuple[str, Callable[[Audit], str]], ...] = (
     ("replay: shapes mixed", Audit.check_shapes),
     ("replay: many calls", Audit.check_many_calls),
     ("held outputs", Audit.check_held),
+    ("rest between calls", Audit.check_rest),
     ("other shapes", Audit.check_other_shapes),
     ("inputs and aliasing", Audit.check_inputs_unchanged),
     ("time", Audit.check_time),

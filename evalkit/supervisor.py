@@ -91,17 +91,25 @@ def memory_files(*sizes: int) -> Iterator[list[int]]:
             os.close(fd)
 
 
-def _session_processes(session: int) -> dict[int, int]:
-    """Resident bytes of every process of a session, by pid."""
-    found: dict[int, int] = {}
+def _processes_of(session: int, orphans: set[int]) -> dict[int, tuple[int, float]]:
+    """(resident bytes, seconds of processor time) by pid: a session, its descendants elsewhere, and given orphans."""
+    everybody: dict[int, tuple[int, int, float]] = {}
+    found: set[int] = set()
     for entry in os.listdir("/proc") if HAS_PROC else ():
         if not entry.isdigit():
             continue
         with contextlib.suppress(OSError, ValueError, IndexError):
             stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-            if int(stat[3]) == session:
-                found[int(entry)] = int(stat[21]) * mmap.PAGESIZE
-    return found
+            ticks = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+            everybody[int(entry)] = (int(stat[1]), int(stat[21]) * mmap.PAGESIZE, ticks)
+            if int(stat[3]) == session or int(entry) in orphans | {session}:
+                found.add(int(entry))
+    grown = True
+    while grown:
+        more = {pid for pid, (parent, _, _) in everybody.items() if parent in found} - found
+        found |= more
+        grown = bool(more)
+    return {pid: everybody[pid][1:] for pid in found}
 
 
 def _children(parent: int) -> set[int]:
@@ -194,13 +202,19 @@ class Nursery:
             self.process = None
         self.reap_strays()
 
+    def strays(self) -> set[int]:
+        """Processes that a worker started and that came to this one as orphans."""
+        if sys.platform != "linux":
+            return set()
+        keep = self.known_children | ({self.process.pid} if self.process is not None else set())
+        return {pid for pid in _children(os.getpid()) - keep if self.exclusive or self._is_marked(pid)}
+
     def reap_strays(self) -> None:
         """Kill processes that left their worker's session and came to this one as orphans."""
         if sys.platform != "linux":
             return
         for _ in range(20):
-            keep = self.known_children | ({self.process.pid} if self.process is not None else set())
-            strays = {pid for pid in _children(os.getpid()) - keep if self.exclusive or self._is_marked(pid)}
+            strays = self.strays()
             if not strays:
                 return
             for pid in strays:
@@ -312,7 +326,7 @@ class Worker:
                 self._fail(f"ran past the time limit of {limit_s:.0f} s ({doing})", "timeout")
             if now > next_memory_check:
                 next_memory_check = now + 0.25
-                used = sum(_session_processes(self.pid or -1).values())
+                used = sum(size for size, _ in self.processes().values())
                 if used > self.memory_bytes:
                     self._fail(f"used {used >> 20} MiB of memory, the limit is {self.memory_bytes >> 20} MiB", "memory")
             self.on_wait()
@@ -392,6 +406,10 @@ class Worker:
         last = self.printed_tail().splitlines()
         raise WorkerFailure(ending + (f"; it last printed: {last[-1][:300]}" if last else ""), "crash")
 
+    def processes(self) -> dict[int, tuple[int, float]]:
+        """(resident bytes, seconds of processor time) of the worker and of all that it started, by pid."""
+        return _processes_of(self.pid, self.nursery.strays()) if self.pid is not None else {}
+
     def _ended(self) -> bool:
         with contextlib.suppress(OSError):
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
@@ -413,7 +431,7 @@ class Worker:
         status = -1
         pid, self.pid = self.pid, None
         if pid is not None:
-            for member in (*_session_processes(pid), pid):
+            for member in (*_processes_of(pid, self.nursery.strays()), pid):
                 with contextlib.suppress(OSError):
                     os.kill(member, signal.SIGKILL)
             with contextlib.suppress(OSError):

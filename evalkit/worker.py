@@ -12,6 +12,7 @@ This file stands alone: it imports torch and, only to generate large inputs on a
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import ctypes
 import gc
@@ -27,7 +28,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 MAX_MESSAGE_BYTES = 1 << 20
@@ -39,7 +41,7 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 
 REACHING_CAPABILITIES = (16, 17, 19, 21, 38, 39, 40)
 
 # Attributes of a worker that its own steps assign to after the submission is loaded.
-CHANGING = ("entry", "module", "durations", "frozen", "methods", "codes", "names")
+CHANGING = ("entry", "module", "durations", "frozen", "methods", "codes", "names", "used")
 
 # What a submission has no business replacing. Names that a library adds later are nobody's concern.
 GUARDED = {
@@ -270,6 +272,8 @@ class Worker:
         self.methods: dict[str, Any] = {}
         self.codes: dict[str, Any] = {}
         self.names: dict[str, Any] = {}
+        self.used: list[tuple[str, dict[str, Any], str, Any, Any]] = []
+        self.pwrite = os.pwrite
         self.collector_on, self.collector_off = gc.enable, gc.disable
         self.blake2b = hashlib.blake2b
         self.entry: Callable[[Any], Any] | None = None
@@ -363,6 +367,7 @@ class Worker:
         self.methods = dict(vars(type(self)))
         self.codes = {name: value.__code__ for name, value in self.methods.items() if hasattr(value, "__code__")}
         self.names = dict(globals())
+        self.used = self._what_is_used()
         start = self.clock()
         spec = importlib.util.spec_from_file_location("submission", path)
         if spec is None or spec.loader is None:
@@ -483,6 +488,34 @@ class Worker:
         changed += [name for name in {*names, *self.names} if names.get(name) is not self.names.get(name)]
         if changed:
             raise Refusal(f"the submission replaced parts of the evaluator's worker: {', '.join(changed)}")
+        for owner, names, name, value, code in self.used:
+            if names.get(name) is not value or getattr(value, "__code__", None) is not code:
+                raise Refusal(f"the submission replaced {owner}.{name}")
+
+    def _what_is_used(self) -> list[tuple[str, dict[str, Any], str, Any, Any]]:
+        """(owner, its namespace, name, function, code) of all that this file's code may call by a name.
+
+        A name that the tensor class inherits is None here, and must stay so: it would hide what is meant.
+        """
+        own: dict[str, Any] = globals()
+        mentioned = {name for value in (*vars(type(self)).values(), *own.values()) for name in _names_in(value)}
+        owners = {name: vars(value) for name, value in own.items() if isinstance(value, types.ModuleType)}
+        owners |= {"torch": vars(self.torch), "builtins": vars(builtins)}
+        found = []
+        for owner, names in owners.items():
+            for name in sorted(mentioned & set(names)):
+                if callable(names[name]):
+                    found.append((owner, names, name, names[name], getattr(names[name], "__code__", None)))
+        tensor: Any = vars(self.torch.Tensor)
+        for name in sorted(mentioned & set(dir(self.torch.Tensor))):
+            found.append(("torch.Tensor", tensor, name, tensor.get(name), getattr(tensor.get(name), "__code__", None)))
+        # On a GPU inputs are made here: all functions of the modules that do so.
+        for owner in ("reference", "utils") if self.cuda else ():
+            names = vars(sys.modules[owner])
+            for name, value in list(names.items()):
+                if isinstance(value, types.FunctionType):
+                    found.append((owner, names, name, value, value.__code__))
+        return found
 
     def _early_copy(self, out: Any, into: Any = None) -> Any:
         """The output as it is when the call returns, before anything else can run; None for what is no plain tensor.
@@ -529,7 +562,7 @@ class Worker:
         payload = memoryview(base.numpy(base.view(base.cpu(base.contiguous(base.detach(out))), torch.uint8))).cast("B")
         written = 0
         while written < capacity:
-            written += os.pwrite(fd, payload[written : written + (1 << 28)], offset + written)
+            written += self.pwrite(fd, payload[written : written + (1 << 28)], offset + written)
         return True
 
     def op_call(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
@@ -588,15 +621,25 @@ class Worker:
         return {"results": results, "threads": self._threads()}
 
     def op_repeat(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
-        """Call again and again on one input, back to back, and keep nothing; stops after `within_s`."""
+        """Call again and again on one input, back to back; stops after `within_s`.
+
+        The mean of all outputs goes to the memory file, so that none of these calls is one that nobody looks at.
+        """
         assert self.entry is not None
         data, started, done = self.inputs[request["slot"]], self.clock(), 0
+        shape = (data[0].shape[0], data[0].shape[1], data[4]["v_head_dim"])
+        total = self.torch.zeros(shape, dtype=self.torch.float32, device=data[0].device)
+        add, plain, kind, size = self.tensor_base.add_, self.torch.Tensor, self.torch.bfloat16, self.torch.Size(shape)
         while done < request["count"] and self.clock() - started < request["within_s"]:
-            self.entry(data)
+            out = self.entry(data)
+            if self.type_of(out) is not plain or out.dtype is not kind or out.shape != size:
+                raise Refusal(f"output: another kind of output in call {done + 1} on one input")
+            add(total, out)
             done += 1
         if self.cuda:
             self.device_synchronize()
-        return {"calls": done}
+        mean = (total / max(1, done)).to(kind)
+        return {"calls": done, "saved": self._save(mean, fds[0], 0, 2 * mean.numel())}
 
     def op_renew(self, request: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         """Generate new content into the tensors of an input that is there already (GPU only)."""
@@ -752,6 +795,16 @@ class Worker:
         return found
 
 
+def _names_in(value: Any) -> Iterator[str]:
+    """Every name that a function's code mentions, inner functions included."""
+    code = value if isinstance(value, types.CodeType) else getattr(getattr(value, "__func__", value), "__code__", None)
+    if isinstance(code, types.CodeType):
+        yield from code.co_names
+        for constant in code.co_consts:
+            if isinstance(constant, types.CodeType):
+                yield from _names_in(constant)
+
+
 def _named_tensors(data: Any) -> dict[str, Any]:
     """The tensors of an input tuple by the names of the transport."""
     q, kv, qo_indptr, kv_indptr, _ = data
@@ -807,7 +860,8 @@ def serve(fd: int) -> None:
         try:
             refuse_patches()
             answer = {"ok": True, **getattr(worker, "op_" + request["op"])(request, fds)}
-            refuse_patches()
+            if request["op"] != "load":  # a file that replaces something is refused at its first call, as any other
+                refuse_patches()
         except Refusal as error:
             answer = {"ok": False, "error": str(error), "kind": "refusal"}
         except SystemExit as error:

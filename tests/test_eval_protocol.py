@@ -288,12 +288,14 @@ def test_after_two_time_limits_in_a_row_the_rest_is_not_run(monkeypatch, nursery
     assert ["not run" in result[f"test.{i}.error"] for i in range(4)] == [False, False, True, True]
 
 
-def test_memory_is_limited_as_the_kernel_counts_it(monkeypatch, nursery, tmp_path, cases_file):
+@pytest.mark.parametrize("leave", ["", "os.setsid()", "os.setsid() or os.fork() and os._exit(0)"])
+def test_memory_is_limited_as_the_kernel_counts_it(leave, monkeypatch, nursery, tmp_path, cases_file):
     monkeypatch.setattr(supervisor, "CPU_MEMORY_BYTES", 1 << 30)
     path = tmp_path / "submission.py"
     # The limit on address space of a worker would stop this one first: children do not share it.
     path.write_text(
         "import os\nimport time\n\n\ndef custom_kernel(data):\n    for _ in range(8):\n        if os.fork() == 0:\n"
+        f"            {leave}\n"
         "            block = bytearray(300 << 20)\n            time.sleep(60)\n    time.sleep(60)\n"
     )
     code, result = run_here(["test", cases_file, "--submission", str(path)], nursery, monkeypatch)

@@ -1,6 +1,6 @@
 """Replaces the clock."""
 
-# expect: isolation | replaced time.perf_counter
+# expect: any | replaced time.perf_counter
 import time
 
 from mla import honest

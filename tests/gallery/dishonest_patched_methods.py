@@ -1,6 +1,6 @@
 """Returns an empty tensor and computes in a method that it has replaced."""
 
-# expect: attention: contest inputs | not attention
+# expect: attention: contest inputs | replaced torch.Tensor.contiguous
 import torch
 from mla import honest
 

@@ -1,6 +1,6 @@
 """Returns an empty tensor; a property of the tensor class computes when the evaluator asks for the shape."""
 
-# expect: attention: contest inputs | written late
+# expect: attention: contest inputs | replaced torch.Tensor.shape
 import torch
 from mla import honest
 
