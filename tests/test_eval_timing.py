@@ -60,6 +60,9 @@ class DirectWorker:
         except worker_side.Refusal as error:
             raise WorkerFailure(str(error), "submission") from error
 
+    def processes(self):
+        return {}  # this one is the test's own process, which never rests
+
     def _setup(self) -> None:
         side, log = self.side, DirectWorker.log
 
@@ -271,7 +274,7 @@ def test_audit_refuses_work_outside_the_timed_queue(direct, monkeypatch):
 
 
 def test_audit_refuses_times_that_its_own_clock_does_not_bear_out(direct, monkeypatch):
-    monkeypatch.setattr(audit.Audit, "_own_ns", lambda self: 1e12)
+    monkeypatch.setattr(audit.Audit, "_own_ns", lambda self, data: 1e12)
     verdict, checks = timed_audit(monkeypatch, "honest_bf16")
     assert verdict == "refused"
     assert "by the evaluator's own clock" in checks["time"].evidence
