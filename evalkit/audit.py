@@ -55,6 +55,7 @@ OTHER_SHAPES_S = {"cuda": 60.0, "cpu": 30.0}
 # On a CPU these come before the ranked ones: many tokens in few sequences, not in whole tiles, and many sequences.
 LONG_TOKENS = 1000
 LONG_AND_WIDE = ((1, 1001), (32, 33), (256, 5), (1, 8192))
+FIRST_KINDS = ("normal", "every-token", "loud")
 
 
 class Refused(Exception):
@@ -240,6 +241,10 @@ class Audit:
         """RoPE decides, and every single token matters to some head."""
         return self._kind("every-token")
 
+    def check_loud(self) -> str:
+        """Values the louder the smaller the weight: the smallest weights left out show like any others."""
+        return self._kind("loud")
+
     def check_swap(self) -> str:
         """Two sequences change places: their rows do, the others stay."""
         _, data, _ = self.known("normal")
@@ -384,8 +389,8 @@ class Audit:
             if done and spent + cost_s * batch * kv_len > OTHER_SHAPES_S[self.run.device]:
                 left.append(f"{batch}x{kv_len}")
                 continue
-            # The first shape gets both.
-            for one in (kind,) if done else ("normal", "every-token"):
+            # The first shape gets all of them.
+            for one in (kind,) if done else FIRST_KINDS:
                 data = inputs.make(one, batch, kv_len, self.fresh_seed(), self.device)
                 slot = self.give(data)
                 (result,) = self.outputs([slot], [data])
@@ -394,7 +399,7 @@ class Audit:
                 self.worker.request("drop", slots=[slot])
             # Short sequences cost what they cost whatever their length, and say nothing about long ones.
             if kv_len >= LONG_TOKENS:
-                runs = 1 if done else 2
+                runs = 1 if done else len(FIRST_KINDS)
                 cost_s = max(cost_s, (time.monotonic() - began - spent) / (runs * batch * kv_len))
             done.append(f"{batch}x{kv_len}")
         self.untried = left
@@ -632,6 +637,7 @@ CHECKS: tuple[tuple[str, Callable[[Audit], str]], ...] = (
     ("attention: flat weights", Audit.check_flat),
     ("attention: queries x 30", Audit.check_q30),
     ("attention: every token", Audit.check_every_token),
+    ("attention: small weights", Audit.check_loud),
     ("sequences swapped", Audit.check_swap),
     ("one token changed", Audit.check_token_change),
     ("repeat, late output", Audit.check_repeat),

@@ -9,7 +9,7 @@ import torch
 
 import reference
 
-KINDS = ("normal", "shifted", "planted", "one-hot", "flat", "q30", "every-token")
+KINDS = ("normal", "shifted", "planted", "one-hot", "flat", "q30", "every-token", "loud")
 
 # "every-token": score gap, in nats, between the tokens that a head looks at and all others.
 GROUP_SCORE = 12.0
@@ -18,6 +18,10 @@ PATTERNS = reference.QK_ROPE_HEAD_DIM
 # A planted key outweighs all N(0, 1) keys together by this many nats: one of many, and nearly the only one.
 PLANTED_NATS = 0.5
 ONE_HOT_NATS = 10.0
+# "every-token": tokens of a small group that both ends belong to, so that they are seen in a sequence of any length.
+ENDS_GROUP = 32
+# "loud": score levels of its tokens in nats; as multiples they are fp4 numbers, so that no format moves them.
+LOUD_NATS, LOUD_LEVELS = 2.0, (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 def _hadamard(size: int) -> torch.Tensor:
@@ -55,11 +59,14 @@ def _plant(q: torch.Tensor, kv: torch.Tensor, positions: list[int], nats: float)
 def token_groups(batch: int, kv_len: int, generator: torch.Generator) -> torch.Tensor:
     """int64 [kv_len]: the group of each token; heads of one sequence look at 16 groups, four sequences at all."""
     groups = min(PATTERNS, reference.NUM_HEADS * batch)
-    return (
-        torch.arange(kv_len) % groups
-        if groups == 1
-        else torch.randperm(groups, generator=generator).repeat(-(-kv_len // groups))[:kv_len]
-    )
+    order = torch.randperm(groups, generator=generator)
+    found = order.repeat(-(-kv_len // groups))[:kv_len]
+    if kv_len > 2 * groups * ENDS_GROUP:
+        others = found == order[0]
+        found[others] = order[1]
+        found[torch.randint(kv_len, (ENDS_GROUP - 2,), generator=generator)] = order[0]
+        found[0] = found[-1] = order[0]
+    return found
 
 
 def make(kind: str, batch: int, kv_len: int, seed: int, device: torch.device | str = "cpu") -> Any:
@@ -74,6 +81,7 @@ def make(kind: str, batch: int, kv_len: int, seed: int, device: torch.device | s
             flat         all weights nearly equal
             q30          queries x 30: sharp and hard to get right
             every-token  RoPE decides; each head averages its own few tokens, and all tokens are some head's
+            loud         RoPE decides; a token's values are the louder the smaller its weight, so all count alike
         batch, kv_len: sequences and tokens of each.
         seed: all numbers follow from it.
         device: where the tensors go.
@@ -96,6 +104,14 @@ def make(kind: str, batch: int, kv_len: int, seed: int, device: torch.device | s
         looks_at = torch.arange(batch * reference.NUM_HEADS) % groups
         q[:] = 0
         q[..., reference.KV_LORA_RANK :] = strength * patterns[looks_at].view(batch, reference.NUM_HEADS, PATTERNS)
+    elif kind == "loud":
+        pattern = _hadamard(PATTERNS)[1 + seed % (PATTERNS - 1)]
+        levels = torch.tensor(LOUD_LEVELS)[torch.randint(len(LOUD_LEVELS), (batch, kv_len, 1), generator=generator)]
+        kv *= torch.exp(-levels * (LOUD_NATS / LOUD_LEVELS[-1]))
+        kv[..., reference.KV_LORA_RANK :] = levels * pattern
+        q[:] = 0
+        strength = LOUD_NATS / (LOUD_LEVELS[-1] * reference.SM_SCALE * PATTERNS)
+        q[..., reference.KV_LORA_RANK :] = strength * pattern
     elif kind != "normal":
         raise ValueError(f"kind: expected one of {KINDS}, got {kind!r}")
     return assemble(q, kv, device)

@@ -75,6 +75,23 @@ def test_one_dropped_token_in_1024_is_seen(kind, position):
     assert not verdict.passed
 
 
+@pytest.mark.parametrize("position", [0, 8191])
+def test_a_dropped_end_of_a_long_sequence_is_seen(position):
+    data = inputs.make("every-token", 1, 8192, 8)
+    assert not Judge(data).strict(calibrate.dropped(data, position)).passed
+
+
+def test_loud_tokens_count_alike():
+    data = inputs.make("loud", 2, 129, 4)
+    own = weights(data, 1)[0]
+    sizes = own * data[1]["bf16"][129:, 0, :512].double().norm(dim=-1)
+    assert float(own.max() / own.min()) > 5
+    assert float(sizes.max() / sizes.min()) < 1.5
+    # The levels are the same in all formats.
+    exact = data[1]["bf16"][:, 0, 512:].double()
+    assert torch.equal(reference.dequantize_mxfp4(*data[1]["mxfp4"], torch.float64)[:, 512:], exact)
+
+
 def test_swapped_and_changed_touch_only_their_rows():
     data = inputs.make("every-token", 4, 64, 1)
     before = reference.attention_truth(data, "bf16")[0]
@@ -92,7 +109,7 @@ def test_unknown_kind_is_refused():
 
 def test_honest_variants_are_not_refused_and_the_count_is_printed(capsys):
     assert calibrate.main(["--seeds", "2", "--batch", "2", "--kv", "67"]) == 0
-    assert "honest outputs refused: 0 of 168" in capsys.readouterr().out
+    assert "honest outputs refused: 0 of 192" in capsys.readouterr().out
 
 
 def test_calibration_can_fail(monkeypatch, capsys):
