@@ -265,7 +265,7 @@ def _attend_kernel(
         acc = acc_next
     slot = (row.to(tl.int64) * num_splits + split) * HEADS + head
     if lse_ptr is not None:
-        tl.store(lse_ptr + slot, (m * qk_scale + tl.log2(l)) * 0.6931471805599453, mask=is_head)
+        tl.store(lse_ptr + slot, m * (qk_scale * 0.6931471805599453) + tl.log2(l) * 0.6931471805599453, mask=is_head)
     # An empty split stores its lse alone: at weight 0 the merge does not read the rest.
     mask = (head < tl.where((begin < end) | (num_splits == 1), HEADS, 0))[None, :]
     for c in tl.static_range(512 // CHUNK):
@@ -284,7 +284,7 @@ def _merge_kernel(
     split = tl.arange(0, SPLITS)
     slot = (out_slot // HEADS * num_splits + split) * HEADS + out_slot % HEADS
     lse = tl.load(partial_lse_ptr + slot, mask=split < num_splits, other=-float("inf"))
-    peak = tl.maximum(tl.max(lse, 0), -3e38)  # finite
+    peak = tl.maximum(tl.max(lse, 0), -3.4028234e38)  # finite
     weight = tl.exp(lse - peak)
     total = tl.sum(weight, 0)
     partial = tl.load(partial_out_ptr + slot[:, None] * 512 + dim, mask=(weight != 0.0)[:, None], other=0.0)
@@ -439,11 +439,11 @@ def _attend_gfx950_kernel(
     zero = gl.zeros([WAVES, 32, H], gl.float32, O_LAYOUT)  # O for each of 8 codes of a word, after the sum of P
     start = (gl.zeros([WAVES, 16, H], gl.float32, O_LAYOUT), zero, zero, zero, zero, zero, zero, zero, zero)
     acc = start
-    m = gl.full([H], -3e38, gl.float32, M_LAYOUT)
+    m = gl.full([H], -3.4028234e38, gl.float32, M_LAYOUT)
     again, first_pass = begin < end, True
     while again:
         acc = start
-        peak = gl.full([PAIRS, 2, 4, H], -3e38, gl.float32, MAX_FIELDS)
+        peak = gl.full([PAIRS, 2, 4, H], -3.4028234e38, gl.float32, MAX_FIELDS)
         # The last tile is moved back to end where the segment ends (its first tokens are masked): no masked loads
         next_row = gl.maximum(gl.minimum(begin, end - BN), 0)
         _copy_tile(lds.index(0), kv_ptr, next_row, WAVES)
@@ -512,12 +512,12 @@ def _attend_gfx950_kernel(
             acc = out  # type: ignore[assignment]
         async_copy.wait_group(0)
         # P is relative to the first tile's maximum. Scores that outgrow it by 2^24 are read again with the true one; so
-        # are sums that near float32's end, with weights of 2^-32 at most: no sum of theirs passes the largest value.
-        size = gl.abs(acc[1])
-        for i in gl.static_range(7):
-            size += gl.abs(acc[2 + i])
-        vast = gl.max(gl.max(gl.where(size < 1e36, 0.0, 1.0), axis=1), axis=0)  # NaN is vast too
-        top = gl.convert_layout(gl.max(peak.reshape([PAIRS * 8, H]), axis=0), M_LAYOUT)
+        # are sums that left float32's range, with weights of 2^-32 at most: no sum of theirs passes the largest value.
+        size = acc[1] + acc[2] + acc[3] + acc[4] + acc[5] + acc[6] + acc[7] + acc[8]
+        vast = gl.where(gl.abs(size) < float("inf"), 0.0, 1.0).reshape([PAIRS, 2, 2, 4, 4, H])  # NaN is vast too
+        vast = _same(gl.max(gl.max(vast, axis=4), axis=2), MAX_FIELDS)
+        top, vast = gl.split(gl.max(gl.join(peak, vast).reshape([PAIRS * 8, H, 2]), axis=0))
+        top, vast = gl.convert_layout(top, M_LAYOUT), gl.convert_layout(vast, M_LAYOUT)
         again = (gl.max(gl.maximum((top - m) * qk_scale, 25 * vast), axis=0) > 24) & first_pass
         m, first_pass = gl.where(again, top + vast * (32 / qk_scale), m), False
 
@@ -527,21 +527,20 @@ def _attend_gfx950_kernel(
     SUM_ROWS: gl.constexpr = gl.PaddedSharedLayout.with_identity_for([[128, 8]], SUM_SHAPE, [8, 5, 4, 3, 2, 1, 7, 6, 0])
     OUT_SHAPE: gl.constexpr = (2, 2, 2, 4, 2, WAVES, H // WAVES, 8)
     OUT_FIELDS: gl.constexpr = _fields(OUT_SHAPE, [7, 6], [1, 4, 2, 0, 3], [5])
+    total = gl.sum(gl.max(acc[0], axis=1), axis=0) * 0.5  # its rows are equal, and so are the waves of a pair
+    weight = gl.where(total == 0, 0.0, 1.0 / total)[None, None, :]  # before the sums, which then are means
     memory = gl.allocate_shared_memory(gl.float32, SUM_SHAPE, SUM_ROWS)
     sums = ()
     for byte in gl.static_range(4):
-        memory.store(gl.join(acc[1 + 2 * byte], acc[2 + 2 * byte]).reshape(SUM_SHAPE))
+        memory.store(gl.join(acc[1 + 2 * byte] * weight, acc[2 + 2 * byte] * weight).reshape(SUM_SHAPE))
         sums += (gl.sum(memory.load(SUM_FIELDS), axis=0),)  # type: ignore[assignment]
     x = gl.join(gl.join(sums[0], sums[2]), gl.join(sums[1], sums[3]))  # type: ignore[misc]
     x = _same(x.permute([0, 1, 2, 3, 4, 5, 6, 8, 9, 7]).reshape(OUT_SHAPE), OUT_FIELDS)
-    total = gl.sum(gl.max(acc[0], axis=1), axis=0) * 0.5  # its rows are equal, and so are the waves of a pair
-    weight = gl.where(total == 0, 0.0, 1.0 / total).reshape([WAVES, H // WAVES])
-    x *= gl.convert_layout(weight, _keep(OUT_FIELDS, 8, 5, 6))[None, None, None, None, None, :, :, None]
     TERMS: gl.constexpr = ((0, 64), (1, 8), (2, 32), (3, 128), (4, 16), (5, 512 * H // WAVES), (6, 512), (7, 1))
     part = (seq * NUM_SPLITS + split).to(gl.int64)
     cdna4.buffer_store(x.to(out_ptr.dtype.element_ty), out_ptr + part * (H * 512), _index(OUT_SHAPE, OUT_FIELDS, TERMS))
     if lse_ptr is not None:
-        lse = (m * qk_scale + gl.log2(total)) * 0.6931471805599453
+        lse = m * (qk_scale * 0.6931471805599453) + gl.log2(total) * 0.6931471805599453
         cdna4.buffer_store(lse, lse_ptr + part * H, gl.arange(0, H, layout=M_LAYOUT))
 
 

@@ -113,15 +113,14 @@ FAR = [*ranked_builds("gfx950")[:2], ranked_builds("scaled")[0], PORTABLE]
 
 
 @pytest.mark.parametrize("plan", FAR, ids=str)
-@pytest.mark.parametrize("byte", [236, 249])
-def test_sums_of_rising_weights_stay_in_range(device: Any, plan: submission.Plan, byte: int) -> None:
+def test_sums_of_rising_weights_stay_in_range(device: Any, plan: submission.Plan) -> None:
     """The largest values that float32 holds under scores that rise, all from RoPE: a mean of them is no larger."""
     case = Case((700,))
     t = build(case)
     tokens = slice(0, sum(case.lengths))
     t.q[:, :, :512] = 0
     t.q.mul_(4)
-    t.scales[tokens, :16] = byte
+    t.scales[tokens, :16] = 249
     t.scales[tokens, 16:18] = torch.linspace(120, 131, 700).round().to(torch.uint8)[:, None]
     out, lse = torch.empty(1, 16, 512, dtype=torch.bfloat16), torch.empty(1, 16)
     submission.run_decode(submission.Inputs(t.q, t.codes, t.scales, t.indptr, case.sm_scale), plan, out, lse)
@@ -130,7 +129,7 @@ def test_sums_of_rising_weights_stay_in_range(device: Any, plan: submission.Plan
 
 
 @pytest.mark.parametrize("plan", FAR, ids=str)
-@pytest.mark.parametrize("factor", [1e10, 1e20, 1e34])
+@pytest.mark.parametrize("factor", [1e10, 1e34])
 def test_scores_whose_last_place_exceeds_any_exponent(device: Any, plan: submission.Plan, factor: float) -> None:
     rel, _, intact = decode(device, Case((300, 40), q_factor=factor), plan)
     assert intact and rel <= REL_L2

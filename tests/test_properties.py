@@ -181,6 +181,26 @@ def test_torch_backend(case: Case, layout: Layout) -> None:
     assert contest_call(case, layout) == ([], "torch", [])
 
 
+def at_the_far_end(kind: str, lengths: tuple[int, ...], plan: submission.Plan) -> list[str]:
+    case, t = far_end(kind, lengths)
+    out, lse = submission.mla_decode(t.q, t.codes, t.scales, t.indptr, case.sm_scale, plan)
+    # The emulated exponential is good for 2^-22, which scores that rise by 2^200 multiply.
+    return complaints(out, lse, case, t, lse_off=1e-3)
+
+
+# Between splits the log-sum-exp is one float32: behind scores of 1e10 it has no room for the number of tokens.
+ONE_SPLIT = ("equal scores 1e10",)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("kind", FAR_ENDS)
+def test_portable_body_at_the_far_end(interpreter: ProcessPoolExecutor, kind: str, splits: int) -> None:
+    if splits > 1 and kind in ONE_SPLIT:
+        pytest.skip("reason: a float32 log-sum-exp cannot weigh equal scores of 1e10 between splits (docs/gfx950.md)")
+    plan = submission.Plan(num_splits=splits, block_n=64)
+    assert interpreter.submit(at_the_far_end, kind, (1, 150, 0, 333), plan).result() == []
+
+
 @pytest.mark.parametrize("kind", FAR_ENDS)
 def test_torch_backend_at_the_far_end(kind: str) -> None:
     case, t = far_end(kind, (1, 150, 0, 333))
@@ -252,6 +272,14 @@ def test_gfx950_body(emulated: Any, case: Case, cut: tuple[int, int], layout: La
     assert emulated.launches[launched].name == "_attend_gfx950_kernel"
     assert complaints(out, lse, case, t, lse_off=1e-2) == []
     assert (g.changed(), made.overrun(), emulated.findings()) == ([], False, [])
+
+
+@pytest.mark.parametrize("plan", [("gfx950", 2, 64, 3), ("scaled", 4, 128, 2)], ids=str)
+@pytest.mark.parametrize("kind", ["values 20", "values 200", "largest q", "scores 3e38"])
+def test_gfx950_code_at_the_far_end(emulated: Any, kind: str, plan: tuple[str, int, int, int]) -> None:
+    body, waves, tile, splits = plan
+    found = at_the_far_end(kind, (1, 333), submission.Plan(body, num_warps=waves, block_n=tile, num_splits=splits))
+    assert (found, emulated.findings()) == ([], [])
 
 
 # The Hopper kernel's text, on a CPU
