@@ -36,6 +36,10 @@ constexpr float NO_MAX = -3.402823466e38f;
 // Weights may grow to 2^12 above the running maximum before it moves: bf16 and float32 have the range, so
 // precision is untouched, and in practice the maximum is settled after the first step.
 constexpr float WEIGHT_LIMIT = 4096.0f;
+// A part whose sums pass this, where those of all parts might leave float32's range, is read again with weights of 2^-32
+// at most: so few of the largest value's size cannot leave it.
+constexpr float SUM_LIMIT = 3e35f;
+constexpr float LOG2_SHIFT = 12 + 32; // the running maximum may lag by the weights' limit
 
 struct Args {
   const u8* q;           // bf16 [batch, 16, 576]
@@ -44,7 +48,7 @@ struct Args {
   const int* kv_indptr;  // [batch + 1]
   u8* out;               // bf16 [batch, 16, 512]
   float4* parts;         // [2 clusters, 16, 512 / 4]: unnormalised sums of clusters that share a sequence
-  float2* part_stats;    // [2 clusters, 16 ranks, 16]: maximum (log2), sum of weights
+  float2* part_stats;    // [2 clusters, 16 ranks, 16]: maximum of the scores before their scale, sum of weights
   u32* arrivals;         // [batch, 16 ranks], zero between launches
   float log2_scale;      // sm_scale * log2(e)
   int batch;
@@ -260,9 +264,9 @@ __device__ __forceinline__ void score_step(const Shared& sh, const Packed& x, co
   }
 }
 
-// Moves the running maximum to this step's scores e (log2) and rescales what was summed so far. All threads of the CTA;
-// no product is under way.
-__device__ __forceinline__ void raise_max(Shared& sh, Thread& t, const float (&e)[8]) {
+// Moves the running maximum to this step's scores e and rescales what was summed so far. All threads of the CTA; no
+// product is under way.
+__device__ __forceinline__ void raise_max(Shared& sh, Thread& t, const float (&e)[8], float log2_scale) {
   float top[4] = {fmaxf(e[0], e[2]), fmaxf(e[1], e[3]), fmaxf(e[4], e[6]), fmaxf(e[5], e[7])};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -281,7 +285,7 @@ __device__ __forceinline__ void raise_max(Shared& sh, Thread& t, const float (&e
     max[i] = old;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) max[i] = fmaxf(max[i], sh.warp_max[w][head]);
-    const float shrink = exp2_approx(old - max[i]);
+    const float shrink = exp2_approx((old - max[i]) * log2_scale);
 #pragma unroll
     for (int c = 0; c < CHUNKS; c++) {
       t.acc[c][(i & 1) + 4 * (i >> 1)] *= shrink;
@@ -297,14 +301,15 @@ __device__ __forceinline__ void raise_max(Shared& sh, Thread& t, const float (&e
   __syncthreads();
 }
 
-// Weights of this lane's tokens from scores e (log2) and the running maximum: into shared memory as operand P, and added up
-// per head. Returns the largest.
-__device__ __forceinline__ float weigh(const Shared& sh, int t, u32 p_row, const float (&e)[8], float (&added)[4]) {
+// Weights of this lane's tokens from scores e and the running maximum: into shared memory as operand P, and added up per
+// head. Returns the largest. The maximum is subtracted before the difference is scaled: that is exact at the top.
+__device__ __forceinline__ float weigh(const Shared& sh, int t, u32 p_row, const float (&e)[8], float log2_scale,
+                                       float (&added)[4]) {
   const float2 lo = *(const float2*)&sh.running_max[2 * t], hi = *(const float2*)&sh.running_max[2 * t + 8];
   const float max[4] = {lo.x, lo.y, hi.x, hi.y};
   float p[8];
 #pragma unroll
-  for (int i = 0; i < 8; i++) p[i] = exp2_approx(e[i] - max[(i & 1) + 2 * (i >> 2)]);
+  for (int i = 0; i < 8; i++) p[i] = exp2_approx((e[i] - max[(i & 1) + 2 * (i >> 2)]) * log2_scale);
   const u32 w[4] = {pack_bf16(p[0], p[1]), pack_bf16(p[2], p[3]), pack_bf16(p[4], p[5]), pack_bf16(p[6], p[7])};
   stmatrix4_trans(p_row, w);
   fence_before_bulk();
@@ -361,10 +366,13 @@ __device__ __forceinline__ bool fetch_packed(Packed& x, const Places& at, u32 fu
 }
 
 // The segment at hand, whose first step's copies and Q are under way: fills acc, sum and the running maximum.
-__device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32& parity) {
+__device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32& parity, bool again) {
 #pragma unroll
   for (int i = 0; i < 4; i++) t.sum[i] = 0.0f;
-  if (threadIdx.x < HEADS) sh.running_max[threadIdx.x] = NO_MAX;
+  if (threadIdx.x < HEADS) {
+    float* max = &sh.running_max[threadIdx.x];
+    *max = again ? *max + LOG2_SHIFT / a.log2_scale : NO_MAX;
+  }
 #pragma unroll
   for (int c = 0; c < CHUNKS; c++) {
 #pragma unroll
@@ -426,14 +434,14 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
       const bool next_wide = fetch_packed(x, at, full, parity, own - STEP, token);
       wgmma_wait<0>();
 #pragma unroll
-      for (int i = 0; i < 8; i++) e[i] = (s[0][i] + s[1][i]) * a.log2_scale;
+      for (int i = 0; i < 8; i++) e[i] = s[0][i] + s[1][i];
       if (own < WARP_TOKENS) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
           if (token + 8 * ((i >> 1) & 1) >= own) e[i] = -__int_as_float(0x7F800000);
         }
       }
-      const bool high = weigh(sh, t.t, at.p_row, e, added) > WEIGHT_LIMIT;
+      const bool high = weigh(sh, t.t, at.p_row, e, a.log2_scale, added) > WEIGHT_LIMIT;
       over = wide = false;
       if (barrier_any(high || next_wide)) {
         wide = barrier_any(next_wide);
@@ -447,8 +455,8 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
       for (int i = 0; i < 4; i++) t.sum[i] += added[i];
     } while (left > 0);
     if (!over) break;
-    raise_max(sh, t, e);
-    weigh(sh, t.t, at.p_row, e, added);
+    raise_max(sh, t, e, a.log2_scale);
+    weigh(sh, t.t, at.p_row, e, a.log2_scale, added);
 #pragma unroll
     for (int i = 0; i < 4; i++) t.sum[i] += added[i];
     __syncthreads();
@@ -456,6 +464,17 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
   }
   add_values();
   wgmma_wait<0>();
+}
+
+// At least as large as any of this thread's sums.
+__device__ __forceinline__ float magnitude(const Thread& t) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int c = 0; c < CHUNKS; c++) {
+#pragma unroll
+    for (int i = 0; i < 8; i++) sum += fabsf(t.acc[c][i]);
+  }
+  return sum;
 }
 
 // Quad j of a head: dims d, d + 4, d + 1, d + 5 with d = 8 (j / 2) + 2 (j % 2). That is how the order of the k-steps leaves
@@ -499,7 +518,7 @@ __device__ __forceinline__ void begin_segment(Shared& sh, const Thread& t, const
 // loads are in flight together. stat(part, head): maximum and sum of weights; quad(part, head, j): its numbers;
 // done(head, j, numbers, sum of weights).
 template <u32 BATCH, u32 UNROLL, class Stat, class Quad, class Done>
-__device__ __forceinline__ void merge_quads(u32 parts, u32 base, Stat&& stat, Quad&& quad, Done&& done) {
+__device__ __forceinline__ void merge_quads(u32 parts, u32 base, float log2_scale, Stat&& stat, Quad&& quad, Done&& done) {
   const u32 head = base / HEAD_QUADS, j = base % HEAD_QUADS; // the others of the batch lie whole heads further
   float top[BATCH], sum[BATCH];
   float4 r[BATCH];
@@ -519,7 +538,7 @@ __device__ __forceinline__ void merge_quads(u32 parts, u32 base, Stat&& stat, Qu
 #pragma unroll
     for (u32 i = 0; i < BATCH; i++) {
       const float2 s = stat(p, head + i);
-      const float weight = exp2_approx(s.x - top[i]);
+      const float weight = exp2_approx((s.x - top[i]) * log2_scale);
       sum[i] += weight * s.y;
       add_scaled(r[i], weight, quad(p, head + i, j));
     }
@@ -530,16 +549,16 @@ __device__ __forceinline__ void merge_quads(u32 parts, u32 base, Stat&& stat, Qu
 
 // This CTA's share of the quads.
 template <class Stat, class Quad, class Done>
-__device__ __forceinline__ void merge(u32 parts, Stat&& stat, Quad&& quad, Done&& done) {
+__device__ __forceinline__ void merge(u32 parts, float log2_scale, Stat&& stat, Quad&& quad, Done&& done) {
   static_assert(THREADS == HEAD_QUADS, "a thread's quads are one head apart");
   const u32 share = QUADS / cluster_size(), first = cluster_rank() * share; // 128 quads, a head, at least
   u32 base = first + threadIdx.x;
   if (share % (4 * THREADS) == 0) {
 #pragma unroll 1
-    for (; base < first + share; base += 4 * THREADS) merge_quads<4, 2>(parts, base, stat, quad, done);
+    for (; base < first + share; base += 4 * THREADS) merge_quads<4, 2>(parts, base, log2_scale, stat, quad, done);
   } else {
 #pragma unroll 1
-    for (; base < first + share; base += THREADS) merge_quads<1, 8>(parts, base, stat, quad, done);
+    for (; base < first + share; base += THREADS) merge_quads<1, 8>(parts, base, log2_scale, stat, quad, done);
   }
 }
 
@@ -594,7 +613,7 @@ __device__ __forceinline__ bool end_segment(Shared& sh, Thread& t, const Args& a
   };
   float4* part = a.parts + (i64)slot * QUADS;
   merge(
-      size, [&](u32 p, u32 head) { return sh.stats[p][head]; },
+      size, a.log2_scale, [&](u32 p, u32 head) { return sh.stats[p][head]; },
       [&](u32 p, u32 head, u32 j) {
         const u32 at = peer_address(&sh.tiles.acc[head][quad_place(j)], p);
         const float2 lo = peer_float2(at), hi = peer_float2(at + 8 * sizeof(float));
@@ -611,7 +630,7 @@ __device__ __forceinline__ bool end_segment(Shared& sh, Thread& t, const Args& a
       float2 total = {NO_MAX, 0.0f};
       for (u32 p = 0; p < size; p++) total.x = fmaxf(total.x, sh.stats[p][threadIdx.x].x);
       for (u32 p = 0; p < size; p++)
-        total.y += exp2_approx(sh.stats[p][threadIdx.x].x - total.x) * sh.stats[p][threadIdx.x].y;
+        total.y += exp2_approx((sh.stats[p][threadIdx.x].x - total.x) * a.log2_scale) * sh.stats[p][threadIdx.x].y;
       a.part_stats[(slot * MAX_CLUSTER + rank) * HEADS + threadIdx.x] = total;
     }
     const u32 c0 = schedule.owner(seg.begin), parts = schedule.owner(seg.end - 1) - c0 + 1;
@@ -630,7 +649,7 @@ __device__ __forceinline__ bool end_segment(Shared& sh, Thread& t, const Args& a
         stats[i] = __ldcg(a.part_stats + (part_slot(i / HEADS) * MAX_CLUSTER + rank) * HEADS + i % HEADS);
       __syncthreads();
       merge(
-          parts, [&](u32 p, u32 head) { return stats[p * HEADS + head]; },
+          parts, a.log2_scale, [&](u32 p, u32 head) { return stats[p * HEADS + head]; },
           [&](u32 p, u32 head, u32 j) {
             return __ldcg(a.parts + (i64)part_slot(p) * QUADS + head * HEAD_QUADS + j);
           },
@@ -713,7 +732,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_decode_mxfp4(const 
         sh.next = make_segment(schedule, cluster, rank, size, next, stop, stop, end);
       }
     }
-    attend(sh, t, a, parity);
+    bool again = false;
+#pragma unroll 1
+    do {
+      attend(sh, t, a, parity, again);
+      again = !again && barrier_any(!(magnitude(t) < SUM_LIMIT)); // NaN is out of range, too
+      if (again) begin_segment(sh, t, a);
+    } while (again);
     if (!end_segment(sh, t, a)) return;
     __syncthreads();
   }

@@ -186,7 +186,7 @@ def test_kernel_text_keeps_nan_of_q_in_its_head(cpu_kernel: CpuKernel) -> None:
         ("__syncthreads(); // in every warp", ""),
         ("wgmma_wait<1>(); // the products with V", ""),
         ("((2 * k + third) ^ row) * 16", "((2 * k + third) ^ 0) * 16"),
-        ("raise_max(sh, t, e);", ""),
+        ("raise_max(sh, t, e, a.log2_scale);", ""),
     ],
     ids=["scale-block", "slot-order", "tail", "schedule", "barrier", "wait", "swizzle", "maximum"],
 )
