@@ -198,7 +198,6 @@ def test_a_clean_file_has_no_findings():
         (GOOD.replace("MI355X", "MI300X"), ("refused", "directive", 2)),
         (GOOD + "def broken(:\n", ("refused", "syntax", 5)),
         (GOOD + "x = " + "-" * 100_000 + "1\n", ("refused", "syntax", 0)),
-        (GOOD + "x = 1" + " + 1" * 100_000 + "\n", ("refused", "syntax", 0)),
         (GOOD.replace("custom_kernel", "kernel"), ("refused", "entry point", 0)),
         (GOOD + "import reference\n", ("look", "harness import", 5)),
         (GOOD + "from utils import set_seed\n", ("look", "harness import", 5)),
@@ -217,6 +216,11 @@ def test_a_clean_file_has_no_findings():
 )
 def test_lint_finds_it_with_its_line(content, finding):
     assert finding in rules(content)
+
+
+def test_lint_survives_a_sum_that_some_pythons_cannot_parse():
+    found = rules(GOOD + "x = 1" + " + 1" * 100_000 + "\n")
+    assert found in (set(), {("refused", "syntax", 0)})  # Python 3.10 can
 
 
 def test_lint_command_prints_file_and_line(tmp_path, capsys):
