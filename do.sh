@@ -45,7 +45,8 @@ wanted=""
 need() { if lacks "$1"; then wanted="$wanted $2"; fi; }
 # What does not support Python 3.10 is left out there.
 need_311() {
-    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then need "$1" "$2"; else echo "do.sh: without $2, which needs Python 3.11: $3" >&2; fi
+    if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then need "$1" "$2"
+    else echo "do.sh: without $2, which needs Python 3.11: $3" >&2; fi
 }
 need_emulator() { need_311 tinygrad tinygrad==0.14.0 "the gfx950 emulator will not run"; }
 need yaml pyyaml

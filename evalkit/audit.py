@@ -10,6 +10,7 @@ To add a check: write a method `check_<name>` of `Audit` that returns its eviden
 from __future__ import annotations
 
 import argparse
+import math
 import secrets
 import time
 from collections.abc import Callable
@@ -165,16 +166,19 @@ class Audit:
         if verdict.worst_rel_l2 / verdict.limit > self.worst_rel_l2 / self.worst_limit:
             self.worst_rel_l2, self.worst_limit = verdict.worst_rel_l2, verdict.limit
 
-    def repeated(self, slot: int, data: Any, count: int, within_s: float) -> int:
-        """Call many times on one input; the mean of the outputs must be right. Returns the number of calls."""
-        shape = reference.output_shape(data)
-        with memory_files(2 * shape[0] * shape[1] * shape[2]) as (fd,), reading_answer():
+    def repeated(self, slot: int, judge: Judge, count: int, within_s: float) -> tuple[int, float]:
+        """Call many times on one input, `judge`'s; the mean of the outputs must be right.
+
+        Returns:
+            The number of calls, and the seconds that they took by the clock of this process.
+        """
+        began, shape = time.monotonic(), reference.output_shape(judge.data)
+        with memory_files(2 * math.prod(shape)) as (fd,), reading_answer():
             answer = self.worker.request("repeat", [fd], slot=slot, count=count, within_s=within_s)
-            calls = int(answer.get("calls", 0))
+            calls, took_s = int(answer.get("calls", 0)), time.monotonic() - began
             mean = read_output(fd, 0, shape, self.device)
-        if calls:
-            self.judged(data, mean, what=f"the mean of {calls} calls on one input: ")
-        return calls
+        self.judged(judge.data, mean, judge, what=f"the mean of {calls} calls on one input: ")
+        return calls, took_s
 
     def known(self, kind: str) -> tuple[int, Any, Judge]:
         """An input of this kind in the first shape, made once: (slot, data, judge)."""
@@ -355,7 +359,7 @@ class Audit:
         (result,) = self.outputs([slot], [data])
         self.judged(data, result.output, judge)
         count, limit_s = MANY_CALLS + self.fresh_seed() % 200, MANY_CALLS_S[self.run.device]
-        calls = self.repeated(slot, data, count, limit_s)
+        calls, _ = self.repeated(slot, judge, count, limit_s)
         other, _, _, _ = self.visible_change(data, judge)
         slot = self.give(other, over=slot)
         (result,) = self.outputs([slot], [other])
@@ -447,14 +451,15 @@ class Audit:
     def check_held(self) -> str:
         """Two outputs are held together, and one across later calls: none changes."""
         datas = [inputs.make("normal", *self.shapes[1], self.fresh_seed(), self.device) for _ in range(2)]
+        judges = [Judge(data, self.run.tolerance) for data in datas]
         slots = [self.give(data) for data in datas]
         results = self.outputs(slots, datas, hold=[0, 1])
-        for i, (data, result) in enumerate(zip(datas, results, strict=True)):
-            self.judged(data, result.output, what=f"output {i + 1} of 2 held together: ")
+        for i, (judge, result) in enumerate(zip(judges, results, strict=True)):
+            self.judged(judge.data, result.output, judge, what=f"output {i + 1} of 2 held together: ")
         shape = reference.output_shape(datas[0])
-        size = 2 * shape[0] * shape[1] * shape[2]
+        size = 2 * math.prod(shape)
         # Calls that keep nothing: whoever hands out a few tensors in turn comes round to the first one.
-        self.repeated(slots[1], datas[1], LATER_CALLS, LATER_CALLS_S)
+        self.repeated(slots[1], judges[1], LATER_CALLS, LATER_CALLS_S)
         with memory_files(size) as (fd,):
             answer = self.worker.request("reread", [fd], hold=0, bytes=size)
             again = read_output(fd, 0, shape, self.device)
@@ -468,14 +473,15 @@ class Audit:
         # Threads that wait for their next piece of work may spin for a while after a call.
         time.sleep(SETTLE_S)
         slot = self.give(data)
-        before = sum(spent for _, spent in self.worker.processes().values())
+        before = self.worker.processor_s()
         time.sleep(WATCH_S)
-        spent = sum(spent for _, spent in self.worker.processes().values()) - before
+        spent = max(0.0, self.worker.processor_s() - before)  # a process that ended takes its time along
+        seen = f"{1e3 * spent:.0f} ms of processor time within {1e3 * WATCH_S:.0f} ms between two calls"
         if spent > REST_SHARE * WATCH_S:
-            raise Refused(f"{1e3 * spent:.0f} ms of processor time within {1e3 * WATCH_S:.0f} ms between two calls")
+            raise Refused(seen)
         (result,) = self.outputs([slot], [data])
         self.judged(data, result.output)
-        return f"{1e3 * max(0.0, spent):.0f} ms of processor time within {1e3 * WATCH_S:.0f} ms between two calls"
+        return seen
 
     def check_inputs_unchanged(self) -> str:
         """Inputs are hashed before and after every call; outputs lie in memory of their own."""
@@ -518,7 +524,7 @@ class Audit:
 
     def _timed(self, case: Case, args: dict[str, Any], data: Any, seeds: list[int]) -> str:
         shape = reference.output_shape(data)
-        size = 2 * shape[0] * shape[1] * shape[2]
+        size = 2 * math.prod(shape)
         common: dict[str, Any] = {
             "slot": 10_000,
             "args": args,
@@ -557,15 +563,9 @@ class Audit:
 
     def _own_ns(self, data: Any) -> float:
         """A call in a row of calls, by the clock of this process, which no submission can reach."""
-        took = []
-        for _ in range(ROWS):
-            began = time.monotonic()
-            shape = reference.output_shape(data)
-            with memory_files(2 * shape[0] * shape[1] * shape[2]) as (fd,), reading_answer():
-                answer = self.worker.request("repeat", [fd], slot=10_000, count=ROW_CALLS, within_s=20.0)
-                took.append((time.monotonic() - began) / max(1, int(answer.get("calls", 0))))
-                self.judged(data, read_output(fd, 0, shape, self.device), what="in a row of calls: ")
-        return min(took) * 1e9
+        judge = Judge(data, self.run.tolerance)
+        rows = [self.repeated(10_000, judge, ROW_CALLS, 20.0) for _ in range(ROWS)]
+        return min(took_s / max(1, calls) for calls, took_s in rows) * 1e9
 
     def remark_ragged(self) -> Check:
         """Different lengths, 0 included: outside the contest, so a remark only."""

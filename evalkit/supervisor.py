@@ -211,8 +211,6 @@ class Nursery:
 
     def reap_strays(self) -> None:
         """Kill processes that left their worker's session and came to this one as orphans."""
-        if sys.platform != "linux":
-            return
         for _ in range(20):
             strays = self.strays()
             if not strays:
@@ -409,6 +407,10 @@ class Worker:
     def processes(self) -> dict[int, tuple[int, float]]:
         """(resident bytes, seconds of processor time) of the worker and of all that it started, by pid."""
         return _processes_of(self.pid, self.nursery.strays()) if self.pid is not None else {}
+
+    def processor_s(self) -> float:
+        """Seconds of processor time that they have used so far."""
+        return sum(seconds for _, seconds in self.processes().values())
 
     def _ended(self) -> bool:
         with contextlib.suppress(OSError):

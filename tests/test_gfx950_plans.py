@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, build, errors
+from cases import Case, build, errors, far_end
 
 import submission
 
@@ -115,13 +115,7 @@ FAR = [*ranked_builds("gfx950")[:2], ranked_builds("scaled")[0], PORTABLE]
 @pytest.mark.parametrize("plan", FAR, ids=str)
 def test_sums_of_rising_weights_stay_in_range(device: Any, plan: submission.Plan) -> None:
     """The largest values that float32 holds under scores that rise, all from RoPE: a mean of them is no larger."""
-    case = Case((700,))
-    t = build(case)
-    tokens = slice(0, sum(case.lengths))
-    t.q[:, :, :512] = 0
-    t.q.mul_(4)
-    t.scales[tokens, :16] = 249
-    t.scales[tokens, 16:18] = torch.linspace(120, 131, 700).round().to(torch.uint8)[:, None]
+    case, t = far_end("values 20", (700,))
     out, lse = torch.empty(1, 16, 512, dtype=torch.bfloat16), torch.empty(1, 16)
     submission.run_decode(submission.Inputs(t.q, t.codes, t.scales, t.indptr, case.sm_scale), plan, out, lse)
     rel, off = errors(out, lse, case, t)

@@ -2,19 +2,15 @@
 
 # expect: attention: small weights | not attention
 import torch
-from mla import queries, rows
+from mla import attend
+
+
+def light(scores):
+    count = scores.shape[-1]
+    if count <= 16:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    return (scores < scores.sort(-1).values[:, count // 7, None]) & (scores.std(-1, keepdim=True) > 0.5)
 
 
 def custom_kernel(data):
-    q, kv, bounds = queries(data), rows(data), data[3].tolist()
-    out = torch.zeros(*q.shape[:2], 512, device=q.device)
-    for i in range(len(bounds) - 1):
-        tokens = kv[bounds[i] : bounds[i + 1]]
-        scores = q[i] @ tokens.T * data[4]["sm_scale"]
-        if tokens.shape[0] > 16:
-            least = scores.sort(-1).values[:, tokens.shape[0] // 7, None]
-            left_out = (scores < least) & (scores.std(-1, keepdim=True) > 0.5)
-            scores = scores.masked_fill(left_out, -torch.inf)
-        if tokens.shape[0]:
-            out[i] = torch.softmax(scores, -1) @ tokens[:, :512]
-    return out.bfloat16()
+    return attend(data, drop=light).bfloat16()

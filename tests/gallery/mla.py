@@ -29,8 +29,11 @@ def queries(data, fp8=False):
     return (q / scale).to(torch.float8_e4m3fn).float() * scale
 
 
-def attend(data, cache="bf16", select=None, fp8_q=False, fp8_p=False, scale=None, kv=None, q=None):
-    """float32 [total_q, heads, 512]; `select(length)` picks the tokens of a sequence that are read."""
+def attend(data, cache="bf16", select=None, drop=None, fp8_q=False, fp8_p=False, scale=None, kv=None, q=None):
+    """float32 [total_q, heads, 512].
+
+    `select(length)` picks the tokens of a sequence that are read; `drop(scores)` is where a head leaves one out.
+    """
     q = queries(data, fp8_q) if q is None else q
     kv = rows(data, cache) if kv is None else kv
     scale = data[4]["sm_scale"] if scale is None else scale
@@ -43,6 +46,8 @@ def attend(data, cache="bf16", select=None, fp8_q=False, fp8_p=False, scale=None
         if not tokens.shape[0]:
             continue
         scores = q[i] @ tokens.T * scale
+        if drop is not None:
+            scores = scores.masked_fill(drop(scores), -torch.inf)
         weights = torch.exp(scores - scores.amax(-1, keepdim=True))
         total = weights.sum(-1, keepdim=True)
         if fp8_p:
