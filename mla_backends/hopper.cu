@@ -9,7 +9,8 @@
 // A CTA is one warpgroup and takes 64 tokens a step; warp w dequantises tokens 16 w .. 16 w + 15, once, for K and V alike.
 // Heads are the columns (N = 16) of both products, so no part of the tensor cores' work is padding. Lane = 4 g + t: token
 // slots g and g + 8 of the warp's 16, and the t-th quarter of each 128 dims. Compiled at run time; the host defines
-// SCALE_PITCH (bytes from one token's scales to the next) and SHARED_BYTES.
+// SCALE_PITCH (bytes from one token's scales to the next), SHARED_BYTES, and SHARED_BASE, the shared address at which a
+// kernel's own memory begins: operands of products are then constants, which saves a move for each.
 
 #include "ptx.cuh"
 
@@ -27,10 +28,8 @@ constexpr int CHUNKS = LATENT / 64;  // 64 dims are 128 bytes, the width of the 
 constexpr int CHUNK_BYTES = STEP * 128;
 constexpr int Q_CHUNK_BYTES = HEADS * 128;
 constexpr int PACKED_BYTES = WARP_TOKENS * (TOKEN_BYTES + SCALE_PITCH) + 16; // codes, then scales cut at 16 bytes
-// Floats between a fragment's 16 rows, chunks and heads in shared memory; neither the stores of fragments nor the loads of
-// the merge then meet a bank twice.
-constexpr int ACC_ROWS = 20, ACC_CHUNK = 4 * ACC_ROWS, ACC_HEAD = CHUNKS * ACC_CHUNK + 4;
-constexpr int HEAD_QUADS = LATENT / 4, QUADS = HEADS * HEAD_QUADS;
+constexpr int HEAD_QUADS = LATENT / 4, QUADS = HEADS * HEAD_QUADS; // what a thread holds of two chunks and a head is a quad
+constexpr int ACC_HEAD = HEAD_QUADS + 1; // quads from head to head: a store's eight lanes of a phase then meet no bank twice
 constexpr int MAX_CLUSTER = 16;
 constexpr float NO_MAX = -3.402823466e38f;
 // Weights may grow to 2^12 above the running maximum before it moves: bf16 and float32 have the range, so
@@ -76,22 +75,23 @@ struct Segment {
 struct Shared {
   union Tiles {
     u8 v[CHUNKS][CHUNK_BYTES];         // [chunk of 64 dims][token][128 bytes, swizzled]
-    float acc[HEADS][ACC_HEAD];        // this CTA's accumulators, for the merge
+    float4 acc[HEADS][ACC_HEAD];       // this CTA's accumulators, for the merge
   } tiles;
   u8 q[QK_DIM / 64][Q_CHUNK_BYTES];    // [chunk of 64 dims][head][128 bytes, swizzled], dims in the order of K's registers
   u8 weights[HEADS * 128];             // P: [head][64 tokens, swizzled]
   u8 packed[WARPS][PACKED_BYTES];
-  float2 stats[MAX_CLUSTER][HEADS];    // maximum and sum of weights of each CTA of the cluster
   float warp_max[WARPS][HEADS];
   float warp_sum[WARPS][HEADS];
   float running_max[HEADS];
-  float sum[HEADS];
+  float2 total[HEADS];                 // maximum and sum of weights of this CTA
+  float2 stats[MAX_CLUSTER][HEADS];    // of every CTA of the cluster, then what its numbers are multiplied by in the merge
   u64 full[WARPS];
   Schedule schedule; // kept here and not in registers while the loop runs, which needs them all
   Segment segment, next;
   u32 last;
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "the host launches with less");
+#define SHARED_AT(field) (SHARED_BASE + (u32)(u64)&((Shared*)0)->field)
 static_assert(PACKED_BYTES % 16 == 0, "bulk copies go to 16-byte addresses");
 
 // Eight e2m1 codes -> four bf16 pairs (n_i, n_{i+4}). A code `s eem` moved to bits 15 and 8..6 of a bf16 is its value
@@ -228,8 +228,8 @@ struct Places {
 // Dequantises this warp's tokens once: products with Q into s, V into shared memory. The products with V of the step before
 // may be under way; the first products with Q queue behind them.
 template <bool WIDE>
-__device__ __forceinline__ void score_step(const Shared& sh, const Packed& x, const Places& at, float (&s)[2][8]) {
-  const u32 q = swizzled_operand(smem_u32(sh.q));
+__device__ __forceinline__ void score_step(const Packed& x, const Places& at, float (&s)[2][8]) {
+  const u32 q = swizzled_operand(SHARED_AT(q));
   Fragment f[2];
   {
     Fragment rope;
@@ -265,8 +265,8 @@ __device__ __forceinline__ void score_step(const Shared& sh, const Packed& x, co
 }
 
 // Moves the running maximum to this step's scores e and rescales what was summed so far. All threads of the CTA; no
-// product is under way.
-__device__ __forceinline__ void raise_max(Shared& sh, Thread& t, const float (&e)[8], float log2_scale) {
+// product is under way. The new one is in `max` from here on, in shared memory after the caller's next barrier and settle_max.
+__device__ __forceinline__ void raise_max(Shared& sh, Thread& t, const float (&e)[8], float log2_scale, float (&max)[4]) {
   float top[4] = {fmaxf(e[0], e[2]), fmaxf(e[1], e[3]), fmaxf(e[4], e[6]), fmaxf(e[5], e[7])};
 #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -277,7 +277,6 @@ __device__ __forceinline__ void raise_max(Shared& sh, Thread& t, const float (&e
     if (t.g == 0) sh.warp_max[t.warp][head] = top[i];
   }
   __syncthreads();
-  float max[4];
 #pragma unroll
   for (int i = 0; i < 4; i++) {
     const int head = 2 * t.t + (i & 1) + 8 * (i >> 1);
@@ -293,20 +292,28 @@ __device__ __forceinline__ void raise_max(Shared& sh, Thread& t, const float (&e
     }
     t.sum[i] *= shrink;
   }
-  __syncthreads();
+}
+
+// After every thread has read the old maximum, and a barrier before the next reads this one.
+__device__ __forceinline__ void settle_max(Shared& sh, const Thread& t, const float (&max)[4]) {
   if (t.warp == 0 && t.g == 0) {
 #pragma unroll
     for (int i = 0; i < 4; i++) sh.running_max[2 * t.t + (i & 1) + 8 * (i >> 1)] = max[i];
   }
-  __syncthreads();
+}
+
+__device__ __forceinline__ void running_max(const Shared& sh, int t, float (&max)[4]) {
+  const float2 lo = *(const float2*)&sh.running_max[2 * t], hi = *(const float2*)&sh.running_max[2 * t + 8];
+  max[0] = lo.x;
+  max[1] = lo.y;
+  max[2] = hi.x;
+  max[3] = hi.y;
 }
 
 // Weights of this lane's tokens from scores e and the running maximum: into shared memory as operand P, and added up per
 // head. Returns the largest. The maximum is subtracted before the difference is scaled: that is exact at the top.
-__device__ __forceinline__ float weigh(const Shared& sh, int t, u32 p_row, const float (&e)[8], float log2_scale,
+__device__ __forceinline__ float weigh(const float (&max)[4], u32 p_row, const float (&e)[8], float log2_scale,
                                        float (&added)[4]) {
-  const float2 lo = *(const float2*)&sh.running_max[2 * t], hi = *(const float2*)&sh.running_max[2 * t + 8];
-  const float max[4] = {lo.x, lo.y, hi.x, hi.y};
   float p[8];
 #pragma unroll
   for (int i = 0; i < 8; i++) p[i] = exp2_approx((e[i] - max[(i & 1) + 2 * (i >> 2)]) * log2_scale);
@@ -403,7 +410,7 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
       copy_packed(a, packed, full, (i64)sh.schedule.base + sh.segment.first + (sh.segment.count - own) + STEP, own - STEP);
   };
   auto add_values = [&] {
-    const u32 v = swizzled_operand(smem_u32(sh.tiles.v)), weights = swizzled_operand(smem_u32(sh.weights));
+    const u32 v = swizzled_operand(SHARED_AT(tiles)), weights = swizzled_operand(SHARED_AT(weights));
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; k++) {
@@ -422,14 +429,14 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
   // It begins with the values of the step before.
 #pragma unroll 1
   while (true) {
-    float e[8], added[4];
+    float e[8], added[4], max[4];
     bool over;
 #pragma unroll 1
     do {
       if (left < count) add_values();
       float s[2][8];
-      if (wide) score_step<true>(sh, x, at, s);
-      else score_step<false>(sh, x, at, s);
+      if (wide) score_step<true>(x, at, s);
+      else score_step<false>(x, at, s);
       // The next step's tokens, while the last products are under way.
       const bool next_wide = fetch_packed(x, at, full, parity, own - STEP, token);
       wgmma_wait<0>();
@@ -441,11 +448,18 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
           if (token + 8 * ((i >> 1) & 1) >= own) e[i] = -__int_as_float(0x7F800000);
         }
       }
-      const bool high = weigh(sh, t.t, at.p_row, e, a.log2_scale, added) > WEIGHT_LIMIT;
-      over = wide = false;
-      if (barrier_any(high || next_wide)) {
-        wide = barrier_any(next_wide);
-        over = barrier_any(high);
+      over = left == count; // the first step has no maximum yet
+      if (over) {
+        wide = next_wide; // whether anybody's is, the barrier below tells
+        __syncwarp();     // this warp has read what copy_next replaces
+      } else {
+        running_max(sh, t.t, max);
+        const bool high = weigh(max, at.p_row, e, a.log2_scale, added) > WEIGHT_LIMIT;
+        wide = false;
+        if (barrier_any(high || next_wide)) {
+          wide = barrier_any(next_wide);
+          over = barrier_any(high);
+        }
       }
       left -= STEP;
       own -= STEP;
@@ -455,11 +469,12 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
       for (int i = 0; i < 4; i++) t.sum[i] += added[i];
     } while (left > 0);
     if (!over) break;
-    raise_max(sh, t, e, a.log2_scale);
-    weigh(sh, t.t, at.p_row, e, a.log2_scale, added);
+    raise_max(sh, t, e, a.log2_scale, max);
+    weigh(max, at.p_row, e, a.log2_scale, added);
 #pragma unroll
     for (int i = 0; i < 4; i++) t.sum[i] += added[i];
-    __syncthreads();
+    wide = barrier_any(wide);
+    settle_max(sh, t, max);
     if (left <= 0) break;
   }
   add_values();
@@ -477,10 +492,10 @@ __device__ __forceinline__ float magnitude(const Thread& t) {
   return sum;
 }
 
-// Quad j of a head: dims d, d + 4, d + 1, d + 5 with d = 8 (j / 2) + 2 (j % 2). That is how the order of the k-steps leaves
-// them: two neighbours in each of two rows, eight apart, of a chunk's fragment.
-__device__ __forceinline__ int quad_place(u32 j) {
-  return (2 * (j >> 5) + ((j >> 2) & 1)) * ACC_CHUNK + (j & 3) * ACC_ROWS + 2 * ((j >> 3) & 3);
+// Quad j of a head, of the threads with warp = j / 8 % 4 and g = j % 8: dims d, d + 1, d + 16 and d + 17. That is where the
+// order of the k-steps leaves the rows g and g + 8 of the chunks 2 (j / 32) and 2 (j / 32) + 1.
+__device__ __forceinline__ u32 quad_dim(u32 j) {
+  return (j & ~31u) * 4 + ((j >> 1) & 3) * 32 + (j & 1) * 4 + ((j >> 4) & 1) * 8 + ((j >> 3) & 1) * 2;
 }
 
 __device__ __forceinline__ void add_scaled(float4& r, float w, float4 x) {
@@ -514,56 +529,128 @@ __device__ __forceinline__ void begin_segment(Shared& sh, const Thread& t, const
   load_q(sh, a.q + (i64)sh.segment.b * (HEADS * QK_DIM * 2));
 }
 
-// Sums over parts [16 heads, 512] of four dims each in BATCH heads a thread, and over UNROLL parts at once, so that many
-// loads are in flight together. stat(part, head): maximum and sum of weights; quad(part, head, j): its numbers;
-// done(head, j, numbers, sum of weights).
-template <u32 BATCH, u32 UNROLL, class Stat, class Quad, class Done>
-__device__ __forceinline__ void merge_quads(u32 parts, u32 base, float log2_scale, Stat&& stat, Quad&& quad, Done&& done) {
-  const u32 head = base / HEAD_QUADS, j = base % HEAD_QUADS; // the others of the batch lie whole heads further
-  float top[BATCH], sum[BATCH];
-  float4 r[BATCH];
+// Statistics of parts (maximum, sum of weights; [parts, 16 heads] in shared memory) -> in place of the maxima, what a part's
+// numbers are multiplied by, with `normalise` divided by the sum of all parts' weights, too. Eight threads share a head,
+// thread k of them takes the parts k, k + 8, ..; all get the statistics of all parts together.
+__device__ __forceinline__ float2 weigh_parts(float2* stats, u32 parts, float log2_scale, bool normalise) {
+  const u32 first = threadIdx.x % 8;
+  stats += threadIdx.x / 8;
+  float2 total = {NO_MAX, 0.0f};
+#pragma unroll 1
+  for (u32 p = first; p < parts; p += 8) total.x = fmaxf(total.x, stats[p * HEADS].x);
 #pragma unroll
-  for (u32 i = 0; i < BATCH; i++) {
-    top[i] = NO_MAX;
-    sum[i] = 0.0f;
-    r[i] = {0, 0, 0, 0};
+  for (int mask = 1; mask < 8; mask *= 2) total.x = fmaxf(total.x, __shfl_xor_sync(0xFFFFFFFFu, total.x, mask));
+#pragma unroll 1
+  for (u32 p = first; p < parts; p += 8) {
+    const float2 s = stats[p * HEADS];
+    const float weight = exp2_approx((s.x - total.x) * log2_scale);
+    total.y += weight * s.y;
+    stats[p * HEADS].x = weight;
   }
-#pragma unroll 4
-  for (u32 p = 0; p < parts; p++) {
 #pragma unroll
-    for (u32 i = 0; i < BATCH; i++) top[i] = fmaxf(top[i], stat(p, head + i).x);
+  for (int mask = 1; mask < 8; mask *= 2) total.y += __shfl_xor_sync(0xFFFFFFFFu, total.y, mask);
+  if (normalise) {
+    const float inverse = 1.0f / total.y;
+#pragma unroll 1
+    for (u32 p = first; p < parts; p += 8) stats[p * HEADS].x *= inverse;
   }
-#pragma unroll UNROLL
-  for (u32 p = 0; p < parts; p++) {
+  return total;
+}
+
+// Weighted sums over parts of the quads of this CTA's heads, one quad of a head a thread. Eight loads are in flight at a
+// time, whichever heads they belong to. weight(part, head); quad(part, head): its numbers; done(head, sums).
+template <class Weight, class Quad, class Done>
+__device__ __forceinline__ void merge(u32 parts, Weight&& weight, Quad&& quad, Done&& done) {
+  static_assert(THREADS == HEAD_QUADS, "a thread's quads are one head apart");
+  constexpr u32 FLIGHT = 8;
+  const u32 heads = HEADS / cluster_size(), all = heads * parts;
+  u32 load_head = cluster_rank() * heads, load_part = 0, head = load_head, part = 0;
+  float4 r = {0, 0, 0, 0};
+#pragma unroll 1
+  for (u32 i = 0; i < all; i += FLIGHT) {
+    float4 x[FLIGHT];
 #pragma unroll
-    for (u32 i = 0; i < BATCH; i++) {
-      const float2 s = stat(p, head + i);
-      const float weight = exp2_approx((s.x - top[i]) * log2_scale);
-      sum[i] += weight * s.y;
-      add_scaled(r[i], weight, quad(p, head + i, j));
+    for (u32 k = 0; k < FLIGHT; k++) { // the last one again, beyond it
+      x[k] = quad(load_part, load_head);
+      const bool next = load_part + 1 < parts, more = i + k + 1 < all;
+      load_head += !next && more;
+      load_part = next ? load_part + 1 : more ? 0 : load_part;
+    }
+#pragma unroll
+    for (u32 k = 0; k < FLIGHT; k++) {
+      if (i + k < all) {
+        add_scaled(r, weight(part, head), x[k]);
+        if (++part == parts) {
+          done(head, r);
+          r = {0, 0, 0, 0};
+          part = 0;
+          head++;
+        }
+      }
     }
   }
-#pragma unroll
-  for (u32 i = 0; i < BATCH; i++) done(head + i, j, r[i], sum[i]);
 }
 
-// This CTA's share of the quads.
-template <class Stat, class Quad, class Done>
-__device__ __forceinline__ void merge(u32 parts, float log2_scale, Stat&& stat, Quad&& quad, Done&& done) {
-  static_assert(THREADS == HEAD_QUADS, "a thread's quads are one head apart");
-  const u32 share = QUADS / cluster_size(), first = cluster_rank() * share; // 128 quads, a head, at least
-  u32 base = first + threadIdx.x;
-  if (share % (4 * THREADS) == 0) {
+// The segment `seg`, whose accumulators lie in shared memory: merged over the cluster and, where other clusters have parts of
+// the sequence, through memory. Not inlined: the loop over steps needs all registers, and would be given fewer.
+__device__ __noinline__ void merge_segment(Shared& sh, const Args& a, const Segment seg) {
+  const u32 rank = cluster_rank(), size = cluster_size();
+  // Each CTA merges its heads over the cluster.
+  const Schedule schedule = sh.schedule;
+  const u32 cluster = blockIdx.x / size;
+  const bool whole = seg.begin >= seg.from && seg.end <= seg.stop;
+  const u32 slot = 2 * cluster + (seg.begin > schedule.begin(cluster) ? 1 : 0);
 #pragma unroll 1
-    for (; base < first + share; base += 4 * THREADS) merge_quads<4, 2>(parts, base, log2_scale, stat, quad, done);
-  } else {
-#pragma unroll 1
-    for (; base < first + share; base += THREADS) merge_quads<1, 8>(parts, base, log2_scale, stat, quad, done);
+  for (u32 peer = threadIdx.x % 8; peer < size; peer += 8)
+    sh.stats[peer][threadIdx.x / 8] = peer_float2(peer_address(&sh.total[threadIdx.x / 8], peer));
+  const float2 total = weigh_parts(sh.stats[0], size, a.log2_scale, whole);
+  if (!whole && threadIdx.x % 8 == 0) a.part_stats[(slot * MAX_CLUSTER + rank) * HEADS + threadIdx.x / 8] = total;
+  __syncthreads();
+  u8* out_row = a.out + (i64)seg.b * (HEADS * LATENT * 2) + quad_dim(threadIdx.x) * 2;
+  auto store_out = [&](u32 head, float4 r) {
+    u8* at = out_row + head * (LATENT * 2);
+    *(u32*)at = pack_bf16(r.x, r.y);
+    *(u32*)(at + 32) = pack_bf16(r.z, r.w);
+  };
+  float4* part = a.parts + (i64)slot * QUADS + threadIdx.x;
+  merge(
+      size, [&](u32 p, u32 head) { return sh.stats[p][head].x; },
+      [&](u32 p, u32 head) { return peer_float4(peer_address(&sh.tiles.acc[head][threadIdx.x], p)); },
+      [&](u32 head, float4 r) {
+        if (whole) store_out(head, r);
+        else part[head * HEAD_QUADS] = r;
+      });
+  if (size > 1) cluster_arrive_relaxed(); // peers' accumulators are read no more
+  if (!whole) {
+    // Parts of a sequence meet in memory: the last cluster to arrive merges, each of its CTAs its own heads.
+    const u32 c0 = schedule.owner(seg.begin), parts = schedule.owner(seg.end - 1) - c0 + 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const u32 old = arrive_counter(a.arrivals + (i64)seg.b * MAX_CLUSTER + rank, parts - 1);
+      sh.last = old == parts - 1;
+    }
+    __syncthreads();
+    if (sh.last) {
+      // Only the first cluster of a sequence can have begun with another one.
+      const u32 second = seg.begin > schedule.begin(c0) ? 1 : 0;
+      auto part_slot = [&](u32 p) { return 2 * (c0 + p) + (p == 0 ? second : 0); };
+      // Statistics of the parts go behind acc, which peers may still read. The host's plans keep their number within it.
+      float2* stats = size > 1 ? (float2*)(sh.tiles.acc + HEADS) : (float2*)&sh.tiles;
+      for (u32 i = threadIdx.x; i < parts * HEADS; i += THREADS)
+        stats[i] = __ldcg(a.part_stats + (part_slot(i / HEADS) * MAX_CLUSTER + rank) * HEADS + i % HEADS);
+      __syncthreads();
+      weigh_parts(stats, parts, a.log2_scale, true);
+      __syncthreads();
+      merge(
+          parts, [&](u32 p, u32 head) { return stats[p * HEADS + head].x; },
+          [&](u32 p, u32 head) { return __ldcg(a.parts + (i64)part_slot(p) * QUADS + head * HEAD_QUADS + threadIdx.x); },
+          store_out);
+    }
   }
+  if (size > 1) cluster_wait();
 }
 
-// The segment that was attended: merged over the cluster and, where other clusters have parts of the sequence, through
-// memory. Begins the next one in between. Whether there is one.
+// Ends the segment that was attended and begins the next one. Whether there is one.
 __device__ __forceinline__ bool end_segment(Shared& sh, Thread& t, const Args& a) {
   // Sums of weights: over the lanes of a column, then over the warps.
 #pragma unroll
@@ -576,93 +663,49 @@ __device__ __forceinline__ bool end_segment(Shared& sh, Thread& t, const Args& a
   const Segment seg = sh.segment;
   __syncthreads(); // every warp's products are done: acc takes V's place, and Q and the packed tokens that of the next ones
 #pragma unroll
-  for (int c = 0; c < CHUNKS; c++) {
-    float* at = &sh.tiles.acc[2 * t.t][c * ACC_CHUNK + t.warp * ACC_ROWS + t.g];
+  for (int c = 0; c < CHUNKS; c += 2) {
+    float4* at = &sh.tiles.acc[2 * t.t][16 * c + 8 * t.warp + t.g];
 #pragma unroll
-    for (int i = 0; i < 8; i++) at[((i & 1) + 8 * (i >> 2)) * ACC_HEAD + 8 * ((i >> 1) & 1)] = t.acc[c][i];
+    for (int i = 0; i < 4; i++) {
+      const int x = (i & 1) + 4 * (i >> 1); // head 2 t + (i & 1) + 8 (i >> 1)
+      at[((i & 1) + 8 * (i >> 1)) * ACC_HEAD] = {t.acc[c][x], t.acc[c][x + 2], t.acc[c + 1][x], t.acc[c + 1][x + 2]};
+    }
   }
   if (threadIdx.x < HEADS) {
     float sum = 0.0f;
     for (int w = 0; w < WARPS; w++) sum += sh.warp_sum[w][threadIdx.x];
-    sh.sum[threadIdx.x] = sum;
+    sh.total[threadIdx.x] = {sh.running_max[threadIdx.x], sum};
   }
   const bool more = sh.next.b >= 0;
   if (threadIdx.x == 0) sh.segment = sh.next;
-  const u32 rank = cluster_rank(), size = cluster_size();
-  if (size > 1) cluster_sync();
+  if (cluster_size() > 1) cluster_sync();
   else __syncthreads();
   if (more) begin_segment(sh, t, a);
-
-  // Each CTA merges its share of the output over the cluster.
-  for (u32 i = threadIdx.x; i < size * HEADS; i += THREADS) {
-    const u32 peer = i / HEADS, head = i % HEADS;
-    sh.stats[peer][head] = {peer_float(peer_address(&sh.running_max[head], peer)),
-                            peer_float(peer_address(&sh.sum[head], peer))};
-  }
-  __syncthreads();
-  const Schedule schedule = sh.schedule;
-  const u32 cluster = blockIdx.x / size;
-  const bool whole = seg.begin >= seg.from && seg.end <= seg.stop;
-  const u32 slot = 2 * cluster + (seg.begin > schedule.begin(cluster) ? 1 : 0);
-  u8* out_row = a.out + (i64)seg.b * (HEADS * LATENT * 2);
-  auto store_out = [&](u32 head, u32 j, float4 r, float sum) {
-    const float inv = 1.0f / sum;
-    u8* at = out_row + (head * LATENT + 8 * (j / 2) + 2 * (j % 2)) * 2;
-    *(u32*)at = pack_bf16(r.x * inv, r.z * inv);
-    *(u32*)(at + 8) = pack_bf16(r.y * inv, r.w * inv);
-  };
-  float4* part = a.parts + (i64)slot * QUADS;
-  merge(
-      size, a.log2_scale, [&](u32 p, u32 head) { return sh.stats[p][head]; },
-      [&](u32 p, u32 head, u32 j) {
-        const u32 at = peer_address(&sh.tiles.acc[head][quad_place(j)], p);
-        const float2 lo = peer_float2(at), hi = peer_float2(at + 8 * sizeof(float));
-        return float4{lo.x, lo.y, hi.x, hi.y};
-      },
-      [&](u32 head, u32 j, float4 r, float sum) {
-        if (whole) store_out(head, j, r, sum);
-        else part[head * HEAD_QUADS + j] = r;
-      });
-  if (size > 1) cluster_arrive_relaxed(); // peers' accumulators are read no more
-  if (!whole) {
-    // Parts of a sequence meet in memory: the last cluster to arrive merges, each of its CTAs its own quads.
-    if (threadIdx.x < HEADS) {
-      float2 total = {NO_MAX, 0.0f};
-      for (u32 p = 0; p < size; p++) total.x = fmaxf(total.x, sh.stats[p][threadIdx.x].x);
-      for (u32 p = 0; p < size; p++)
-        total.y += exp2_approx((sh.stats[p][threadIdx.x].x - total.x) * a.log2_scale) * sh.stats[p][threadIdx.x].y;
-      a.part_stats[(slot * MAX_CLUSTER + rank) * HEADS + threadIdx.x] = total;
-    }
-    const u32 c0 = schedule.owner(seg.begin), parts = schedule.owner(seg.end - 1) - c0 + 1;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      const u32 old = arrive_counter(a.arrivals + (i64)seg.b * MAX_CLUSTER + rank, parts - 1);
-      sh.last = old == parts - 1;
-    }
-    __syncthreads();
-    if (sh.last) {
-      // Only the first cluster of a sequence can have begun with another one.
-      auto part_slot = [&](u32 p) { return 2 * (c0 + p) + (seg.begin > schedule.begin(c0 + p) ? 1 : 0); };
-      // Statistics of the parts go behind acc, which peers may still read. The host's plans keep their number within it.
-      float2* stats = size > 1 ? (float2*)(sh.tiles.acc + HEADS) : (float2*)&sh.tiles;
-      for (u32 i = threadIdx.x; i < parts * HEADS; i += THREADS)
-        stats[i] = __ldcg(a.part_stats + (part_slot(i / HEADS) * MAX_CLUSTER + rank) * HEADS + i % HEADS);
-      __syncthreads();
-      merge(
-          parts, a.log2_scale, [&](u32 p, u32 head) { return stats[p * HEADS + head]; },
-          [&](u32 p, u32 head, u32 j) {
-            return __ldcg(a.parts + (i64)part_slot(p) * QUADS + head * HEAD_QUADS + j);
-          },
-          store_out);
-    }
-  }
-  if (size > 1) cluster_wait();
+  merge_segment(sh, a, seg);
   return more;
+}
+
+// Empty sequences belong to no cluster's share.
+__device__ __forceinline__ void zero_empty(const Args& a) {
+#pragma unroll 1
+  for (int b = blockIdx.x; b < a.batch; b += gridDim.x) {
+    if (a.kv_indptr[b + 1] <= a.kv_indptr[b]) {
+#pragma unroll 1
+      for (int i = threadIdx.x; i < HEADS * LATENT / 8; i += THREADS)
+        *(uint4*)(a.out + ((i64)b * HEADS * LATENT + 8 * i) * 2) = {0, 0, 0, 0};
+    }
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_decode_mxfp4(const __grid_constant__ Args a) {
   SHARED_MEMORY(raw);
   Shared& sh = *(Shared*)raw;
+  if ((smem_u32(raw) & 0xFFFFFF) != SHARED_BASE) { // above that is the rank in the cluster
+    // The products would read something else. What nobody can take for an answer:
+    for (i64 i = blockIdx.x * THREADS + threadIdx.x; i < (i64)a.batch * HEADS * LATENT; i += gridDim.x * THREADS)
+      ((unsigned short*)a.out)[i] = 0x7FC0; // NaN
+    return;
+  }
   Thread t;
   t.lane = threadIdx.x & 31;
   t.warp = __shfl_sync(0xFFFFFFFFu, threadIdx.x >> 5, 0);
@@ -680,16 +723,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_decode_mxfp4(const 
   const int probe0 = a.kv_indptr[min(t.lane * stride0, a.batch)];
   const int base = a.kv_indptr[0], total = a.kv_indptr[a.batch] - base;
 
-  // Empty sequences belong to no cluster's share.
-#pragma unroll 1
-  for (int b = blockIdx.x; b < a.batch; b += gridDim.x) {
-    if (a.kv_indptr[b + 1] <= a.kv_indptr[b]) {
-#pragma unroll 1
-      for (int i = threadIdx.x; i < HEADS * LATENT / 8; i += THREADS)
-        *(uint4*)(a.out + ((i64)b * HEADS * LATENT + 8 * i) * 2) = {0, 0, 0, 0};
-    }
-  }
-
   Schedule schedule;
   schedule.grain = STEP * size;
   const u32 units = (total + schedule.grain - 1) / schedule.grain;
@@ -698,12 +731,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_decode_mxfp4(const 
   schedule.base = base;
   schedule.total = total;
   const int start = schedule.begin(cluster);
-  if (threadIdx.x == 0) sh.schedule = schedule;
-  __syncthreads();
-  if (start >= schedule.begin(cluster + 1)) return; // the whole cluster leaves
+  if (start >= schedule.begin(cluster + 1)) { // the whole cluster leaves
+    zero_empty(a);
+    return;
+  }
 
-  // The last sequence that begins at or before `start`.
-  int b = 0;
+  // The last sequence that begins at or before `start`, and its bounds, which the last round mostly holds.
+  int b = 0, begin, end;
   int probe = probe0;
 #pragma unroll 1
   for (int span = a.batch, stride = stride0;;) {
@@ -711,16 +745,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_decode_mxfp4(const 
     const int found = __popc(__ballot_sync(0xFFFFFFFFu, before)) - 1;
     b += found * stride;
     span = min(stride, span - found * stride);
-    if (span <= 1) break;
+    if (span <= 1) {
+      begin = (int)__shfl_sync(0xFFFFFFFFu, probe, found) - base;
+      end = (int)__shfl_sync(0xFFFFFFFFu, probe, (found + 1) & 31) - base;
+      if (b + 1 == a.batch) end = total;
+      else if (stride > 1 || found == 31) end = a.kv_indptr[b + 1] - base;
+      break;
+    }
     stride = (span + 31) / 32;
     probe = a.kv_indptr[min(b + t.lane * stride, a.batch)];
   }
 
   u32 parity = 0;
-  if (threadIdx.x == 0)
-    sh.segment = make_segment(schedule, cluster, rank, size, b, start, a.kv_indptr[b] - base, a.kv_indptr[b + 1] - base);
+  if (threadIdx.x == 0) {
+    sh.schedule = schedule;
+    sh.segment = make_segment(schedule, cluster, rank, size, b, start, begin, end);
+  }
   __syncthreads();
   begin_segment(sh, t, a);
+  zero_empty(a);
 #pragma unroll 1
   while (true) {
     if (threadIdx.x == 0) { // the next one: the next sequence that is not empty

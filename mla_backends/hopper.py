@@ -53,18 +53,24 @@ def max_clusters(cluster: int) -> int:
     Args:
         cluster: CTAs of a cluster; above 1 the accumulators stay where they are while peers read them.
     """
-    accumulators = HEADS * (8 * 4 * 20 + 4) * 4 if cluster > 1 else 0
+    accumulators = HEADS * (LATENT_DIM + 4) * 4 if cluster > 1 else 0
     return (STEP * LATENT_DIM * 2 - accumulators) // (HEADS * 8)
 
 
-def options(scale_pitch: int) -> tuple[str, ...]:
-    """NVRTC options."""
+def options(scale_pitch: int, shared_base: int = 1024) -> tuple[str, ...]:
+    """NVRTC options.
+
+    Args:
+        scale_pitch: bytes from one token's scales to the next.
+        shared_base: shared address, bytes, at which a CTA's own memory begins; what comes before is the system's.
+    """
     return (
         "--gpu-architecture=sm_90a",  # with its warpgroup products
         "--std=c++17",
         "--device-as-default-execution-space",  # for generic lambdas
         f"-DSCALE_PITCH={scale_pitch}",
         f"-DSHARED_BYTES={shared_bytes(scale_pitch)}",
+        f"-DSHARED_BASE={shared_base}",
     )
 
 
@@ -193,7 +199,8 @@ def load_kernel(device_index: int, scale_pitch: int) -> nvrtc.Kernel:
     """
     with torch.cuda.device(device_index):
         torch.cuda.current_stream()  # makes torch's context current in this thread
-        cubin = nvrtc.compile_cubin(source_text(), SOURCE.name, options(scale_pitch))
+        base = nvrtc.reserved_shared_bytes(device_index)
+        cubin = nvrtc.compile_cubin(source_text(), SOURCE.name, options(scale_pitch, base))
         return nvrtc.Kernel(cubin, "mla_decode_mxfp4", _Args, THREADS, shared_bytes(scale_pitch))
 
 

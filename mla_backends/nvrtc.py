@@ -41,10 +41,11 @@ class _LaunchConfig(ctypes.Structure):
     )
 
 
-# CUlaunchAttributeID and CUfunction_attribute of the CUDA driver API.
+# CUlaunchAttributeID, CUfunction_attribute and CUdevice_attribute of the CUDA driver API.
 _ATTRIBUTE_CLUSTER_DIMENSION = 4
 _MAX_DYNAMIC_SHARED_BYTES = 8
 _NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+_RESERVED_SHARED_MEMORY_PER_BLOCK = 111
 
 
 def nvrtc_candidates() -> list[str]:
@@ -92,6 +93,19 @@ def _check(code: int, call: str) -> None:
         text = ctypes.c_char_p()
         load_driver().cuGetErrorString(code, ctypes.byref(text))
         raise DriverError(f"{call}: error {code} ({(text.value or b'unknown').decode()})")
+
+
+def reserved_shared_bytes(device_index: int) -> int:
+    """Shared memory of a CTA that the system keeps for itself, bytes: what a kernel uses begins behind it.
+
+    Args:
+        device_index: CUDA device.
+    """
+    driver, device, size = load_driver(), ctypes.c_int(), ctypes.c_int()
+    _check(driver.cuDeviceGet(ctypes.byref(device), device_index), "cuDeviceGet")
+    attribute = _RESERVED_SHARED_MEMORY_PER_BLOCK
+    _check(driver.cuDeviceGetAttribute(ctypes.byref(size), attribute, device), "cuDeviceGetAttribute")
+    return size.value
 
 
 def nvrtc_version() -> tuple[int, int]:

@@ -186,7 +186,7 @@ def test_kernel_text_keeps_nan_of_q_in_its_head(cpu_kernel: CpuKernel) -> None:
         ("__syncthreads(); // in every warp", ""),
         ("wgmma_wait<1>(); // the products with V", ""),
         ("((2 * k + third) ^ row) * 16", "((2 * k + third) ^ 0) * 16"),
-        ("raise_max(sh, t, e, a.log2_scale);", ""),
+        ("raise_max(sh, t, e, a.log2_scale, max);", "running_max(sh, t.t, max);"),
     ],
     ids=["scale-block", "slot-order", "tail", "schedule", "barrier", "wait", "swizzle", "maximum"],
 )
@@ -206,7 +206,7 @@ def test_kernel_text_broken_is_caught(tmp_path: Path, edit: tuple[str, str]) -> 
 @pytest.mark.parametrize(
     ("place", "line", "status"),
     [
-        ("out", "at[j == HEAD_QUADS - 1 && head == HEADS - 1 ? 12 : 0] = 0;", 8),
+        ("out", "at[threadIdx.x == THREADS - 1 && head == HEADS - 1 ? 36 : 0] = 0;", 8),
         ("out", "if (threadIdx.x == 0) a.out[-1] = 0;", 8),
         ("parts", "((u8*)a.parts)[gridDim.x / size * 2 * QUADS * 16] = 0;", 8),
         ("statistics", "((u8*)a.part_stats)[-1] = 0;", 8),
@@ -219,11 +219,18 @@ def test_kernel_text_that_writes_elsewhere_is_caught(tmp_path: Path, place: str,
     """One byte behind or before a buffer, or one of the inputs: the CPU program's own end tells which."""
     if shutil.which("g++") is None:
         pytest.skip("reason: no g++ to compile the kernel's text for the CPU")
-    store = "*(u32*)at = pack_bf16(r.x * inv, r.z * inv);"
+    store = "*(u32*)at = pack_bf16(r.x, r.y);"
     kernel = CpuKernel(tmp_path, (store, f"{line} {store}"))
     with pytest.raises(subprocess.CalledProcessError) as ended:
         kernel(make_inputs([70]), 1, 2)
     assert ended.value.returncode == status
+
+
+def test_kernel_text_answers_nan_where_shared_memory_lies_elsewhere(tmp_path: Path) -> None:
+    if shutil.which("g++") is None:
+        pytest.skip("reason: no g++ to compile the kernel's text for the CPU")
+    kernel = CpuKernel(tmp_path, ("0xFFFFFF) != SHARED_BASE", "0xFFFFFF) != SHARED_BASE + 16"))
+    assert kernel(make_inputs([70, 0, 9]), 2, 2).isnan().all()
 
 
 @pytest.mark.parametrize("pitch", [hopper.MIN_SCALE_PITCH, 24, hopper.MAX_SCALE_PITCH])

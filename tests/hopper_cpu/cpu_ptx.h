@@ -21,6 +21,7 @@ typedef long long i64;
 #define __device__
 #define __global__
 #define __forceinline__ inline
+#define __noinline__
 #define __grid_constant__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
@@ -157,6 +158,8 @@ inline u32 __byte_perm(u32 a, u32 b, u32 s) {
 template <class T> inline T __ldg(const T* p) { return *p; }
 template <class T> inline T __ldcg(const T* p) { return *p; }
 
+#undef SHARED_BASE
+#define SHARED_BASE 0
 // A shared address is an offset; the rank of the CTA in bits 24 and up where a peer's memory is meant.
 inline u8* own(u32 at) { return current->cta->shared + at; }
 inline u8* peer(u32 at) { return current->cta->cluster->ctas[at >> 24]->shared + (at & 0xFFFFFF); }
@@ -266,8 +269,8 @@ inline void cluster_arrive_relaxed() { current->cluster_round = arrive(current->
 inline void cluster_wait() { wait(current->cta->cluster->barrier, current->cluster_round); }
 inline void cluster_sync() { cluster_arrive_relaxed(); cluster_wait(); }
 inline u32 peer_address(const void* p, u32 rank) { return rank << 24 | smem_u32(p); }
-inline float peer_float(u32 address) { return *(float*)peer(address); }
 inline float2 peer_float2(u32 address) { return *(float2*)peer(address); }
+inline float4 peer_float4(u32 address) { return *(float4*)peer(address); }
 inline void fence_mbarrier_init() {}
 inline void fence_before_bulk() {}
 inline u32 arrive_counter(u32* counter, u32 last) {
