@@ -65,16 +65,31 @@ def save_plot(rows: list[dict[str, Any]], path: Path) -> None:
     """Time over tokens, both axes logarithmic; needs matplotlib."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5))
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-    for kind, marker in (("growth", "o"), ("ragged", "x")):
-        chosen = [row for row in rows if row["kind"] == kind]
-        axes.plot([row["tokens"] for row in chosen], [row["us"] for row in chosen], marker, label=kind)
+
+    def labelled(begin: str, end: str) -> list[dict[str, Any]]:
+        return [row for row in rows if row["label"].startswith(begin) and row["label"].endswith(end)]
+
+    lines = (  # Okabe and Ito's colours, and a marker each
+        ("batch 1 to 512, kv 8192", labelled("batch", "kv 8192"), "#0072B2", "o"),
+        ("batch 4, kv 1k to 128k", labelled("batch 4, kv", "k"), "#D55E00", "s"),
+        ("batch 64, kv 1k to 128k", labelled("batch 64, kv", "k"), "#009E73", "^"),
+    )
+    for label, chosen, colour, marker in lines:
+        axes.plot(
+            [row["tokens"] for row in chosen], [row["us"] for row in chosen], marker=marker, color=colour, label=label
+        )
+    ragged = [row for row in rows if row["kind"] == "ragged"]
+    for row, marker in zip(ragged, "x+1*", strict=False):
+        label = f"{row['label']}: {row['over_uniform']:.2f} x uniform"
+        axes.plot(row["tokens"], row["us"], marker, color="black", markersize=9, label=label)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("tokens read")
     axes.set_ylabel("GPU time, us")
-    axes.legend()
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
     figure.savefig(path, dpi=120)
 
 

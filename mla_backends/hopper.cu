@@ -80,11 +80,11 @@ struct Shared {
   u8 q[QK_DIM / 64][Q_CHUNK_BYTES];    // [chunk of 64 dims][head][128 bytes, swizzled], dims in the order of K's registers
   u8 weights[HEADS * 128];             // P: [head][64 tokens, swizzled]
   u8 packed[WARPS][PACKED_BYTES];
+  float2 stats[MAX_CLUSTER][HEADS];    // maximum and sum of weights of each CTA of the cluster
   float warp_max[WARPS][HEADS];
   float warp_sum[WARPS][HEADS];
   float running_max[HEADS];
-  float2 total[HEADS];                 // maximum and sum of weights of this CTA
-  float2 stats[MAX_CLUSTER][HEADS];    // of every CTA of the cluster, then what its numbers are multiplied by in the merge
+  float sum[HEADS];
   u64 full[WARPS];
   Schedule schedule; // kept here and not in registers while the loop runs, which needs them all
   Segment segment, next;
@@ -411,12 +411,13 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
   };
   auto add_values = [&] {
     const u32 v = swizzled_operand(SHARED_AT(tiles)), weights = swizzled_operand(SHARED_AT(weights));
+    const u32 swizzled = SWIZZLED + ((u32)a.batch >> 31); // not a constant, which would be moved anew for each operand
     wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; k++) {
 #pragma unroll
       for (int c = 0; c < CHUNKS; c++)
-        wgmma_transposed(t.acc[c], v + (c * CHUNK_BYTES + 2048 * k) / 16, weights + 32 * k / 16);
+        wgmma_transposed(t.acc[c], v + (c * CHUNK_BYTES + 2048 * k) / 16, weights + 32 * k / 16, swizzled);
     }
     wgmma_commit();
   };
@@ -529,32 +530,77 @@ __device__ __forceinline__ void begin_segment(Shared& sh, const Thread& t, const
   load_q(sh, a.q + (i64)sh.segment.b * (HEADS * QK_DIM * 2));
 }
 
+// Sums over a cluster's CTAs [16 heads, 512] of a quad each in BATCH heads a thread, and over UNROLL CTAs at once, so that
+// many loads are in flight together. stat(part, head): maximum and sum of weights; quad(part, head, j): its numbers;
+// done(head, j, numbers, sum of weights).
+template <u32 BATCH, u32 UNROLL, class Stat, class Quad, class Done>
+__device__ __forceinline__ void merge_quads(u32 parts, u32 base, float log2_scale, Stat&& stat, Quad&& quad, Done&& done) {
+  const u32 head = base / HEAD_QUADS, j = base % HEAD_QUADS; // the others of the batch lie whole heads further
+  float top[BATCH], sum[BATCH];
+  float4 r[BATCH];
+#pragma unroll
+  for (u32 i = 0; i < BATCH; i++) {
+    top[i] = NO_MAX;
+    sum[i] = 0.0f;
+    r[i] = {0, 0, 0, 0};
+  }
+#pragma unroll 4
+  for (u32 p = 0; p < parts; p++) {
+#pragma unroll
+    for (u32 i = 0; i < BATCH; i++) top[i] = fmaxf(top[i], stat(p, head + i).x);
+  }
+#pragma unroll UNROLL
+  for (u32 p = 0; p < parts; p++) {
+#pragma unroll
+    for (u32 i = 0; i < BATCH; i++) {
+      const float2 s = stat(p, head + i);
+      const float weight = exp2_approx((s.x - top[i]) * log2_scale);
+      sum[i] += weight * s.y;
+      add_scaled(r[i], weight, quad(p, head + i, j));
+    }
+  }
+#pragma unroll
+  for (u32 i = 0; i < BATCH; i++) done(head + i, j, r[i], sum[i]);
+}
+
+// This CTA's share of the quads.
+template <class Stat, class Quad, class Done>
+__device__ __forceinline__ void merge_cluster(u32 parts, float log2_scale, Stat&& stat, Quad&& quad, Done&& done) {
+  static_assert(THREADS == HEAD_QUADS, "a thread's quads are one head apart");
+  const u32 share = QUADS / cluster_size(), first = cluster_rank() * share; // 128 quads, a head, at least
+  u32 base = first + threadIdx.x;
+  if (share % (4 * THREADS) == 0) {
+#pragma unroll 1
+    for (; base < first + share; base += 4 * THREADS) merge_quads<4, 2>(parts, base, log2_scale, stat, quad, done);
+  } else {
+#pragma unroll 1
+    for (; base < first + share; base += THREADS) merge_quads<1, 8>(parts, base, log2_scale, stat, quad, done);
+  }
+}
+
 // Statistics of parts (maximum, sum of weights; [parts, 16 heads] in shared memory) -> in place of the maxima, what a part's
-// numbers are multiplied by, with `normalise` divided by the sum of all parts' weights, too. Eight threads share a head,
-// thread k of them takes the parts k, k + 8, ..; all get the statistics of all parts together.
-__device__ __forceinline__ float2 weigh_parts(float2* stats, u32 parts, float log2_scale, bool normalise) {
+// numbers are multiplied by: its weight over the sum of all weights. Eight threads share a head, thread k of them takes the
+// parts k, k + 8, ..
+__device__ __forceinline__ void weigh_parts(float2* stats, u32 parts, float log2_scale) {
   const u32 first = threadIdx.x % 8;
   stats += threadIdx.x / 8;
-  float2 total = {NO_MAX, 0.0f};
+  float top = NO_MAX, sum = 0.0f;
 #pragma unroll 1
-  for (u32 p = first; p < parts; p += 8) total.x = fmaxf(total.x, stats[p * HEADS].x);
+  for (u32 p = first; p < parts; p += 8) top = fmaxf(top, stats[p * HEADS].x);
 #pragma unroll
-  for (int mask = 1; mask < 8; mask *= 2) total.x = fmaxf(total.x, __shfl_xor_sync(0xFFFFFFFFu, total.x, mask));
+  for (int mask = 1; mask < 8; mask *= 2) top = fmaxf(top, __shfl_xor_sync(0xFFFFFFFFu, top, mask));
 #pragma unroll 1
   for (u32 p = first; p < parts; p += 8) {
     const float2 s = stats[p * HEADS];
-    const float weight = exp2_approx((s.x - total.x) * log2_scale);
-    total.y += weight * s.y;
+    const float weight = exp2_approx((s.x - top) * log2_scale);
+    sum += weight * s.y;
     stats[p * HEADS].x = weight;
   }
 #pragma unroll
-  for (int mask = 1; mask < 8; mask *= 2) total.y += __shfl_xor_sync(0xFFFFFFFFu, total.y, mask);
-  if (normalise) {
-    const float inverse = 1.0f / total.y;
+  for (int mask = 1; mask < 8; mask *= 2) sum += __shfl_xor_sync(0xFFFFFFFFu, sum, mask);
+  const float inverse = 1.0f / sum;
 #pragma unroll 1
-    for (u32 p = first; p < parts; p += 8) stats[p * HEADS].x *= inverse;
-  }
-  return total;
+  for (u32 p = first; p < parts; p += 8) stats[p * HEADS].x *= inverse;
 }
 
 // Weighted sums over parts of the quads of this CTA's heads, one quad of a head a thread. Eight loads are in flight at a
@@ -591,66 +637,33 @@ __device__ __forceinline__ void merge(u32 parts, Weight&& weight, Quad&& quad, D
   }
 }
 
-// The segment `seg`, whose accumulators lie in shared memory: merged over the cluster and, where other clusters have parts of
-// the sequence, through memory. Not inlined: the loop over steps needs all registers, and would be given fewer.
-__device__ __noinline__ void merge_segment(Shared& sh, const Args& a, const Segment seg) {
-  const u32 rank = cluster_rank(), size = cluster_size();
-  // Each CTA merges its heads over the cluster.
-  const Schedule schedule = sh.schedule;
-  const u32 cluster = blockIdx.x / size;
-  const bool whole = seg.begin >= seg.from && seg.end <= seg.stop;
-  const u32 slot = 2 * cluster + (seg.begin > schedule.begin(cluster) ? 1 : 0);
-#pragma unroll 1
-  for (u32 peer = threadIdx.x % 8; peer < size; peer += 8)
-    sh.stats[peer][threadIdx.x / 8] = peer_float2(peer_address(&sh.total[threadIdx.x / 8], peer));
-  const float2 total = weigh_parts(sh.stats[0], size, a.log2_scale, whole);
-  if (!whole && threadIdx.x % 8 == 0) a.part_stats[(slot * MAX_CLUSTER + rank) * HEADS + threadIdx.x / 8] = total;
-  __syncthreads();
-  u8* out_row = a.out + (i64)seg.b * (HEADS * LATENT * 2) + quad_dim(threadIdx.x) * 2;
-  auto store_out = [&](u32 head, float4 r) {
-    u8* at = out_row + head * (LATENT * 2);
-    *(u32*)at = pack_bf16(r.x, r.y);
-    *(u32*)(at + 32) = pack_bf16(r.z, r.w);
-  };
-  float4* part = a.parts + (i64)slot * QUADS + threadIdx.x;
-  merge(
-      size, [&](u32 p, u32 head) { return sh.stats[p][head].x; },
-      [&](u32 p, u32 head) { return peer_float4(peer_address(&sh.tiles.acc[head][threadIdx.x], p)); },
-      [&](u32 head, float4 r) {
-        if (whole) store_out(head, r);
-        else part[head * HEAD_QUADS] = r;
-      });
-  if (size > 1) cluster_arrive_relaxed(); // peers' accumulators are read no more
-  if (!whole) {
-    // Parts of a sequence meet in memory: the last cluster to arrive merges, each of its CTAs its own heads.
-    const u32 c0 = schedule.owner(seg.begin), parts = schedule.owner(seg.end - 1) - c0 + 1;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      const u32 old = arrive_counter(a.arrivals + (i64)seg.b * MAX_CLUSTER + rank, parts - 1);
-      sh.last = old == parts - 1;
-    }
-    __syncthreads();
-    if (sh.last) {
-      // Only the first cluster of a sequence can have begun with another one.
-      const u32 second = seg.begin > schedule.begin(c0) ? 1 : 0;
-      auto part_slot = [&](u32 p) { return 2 * (c0 + p) + (p == 0 ? second : 0); };
-      // Statistics of the parts go behind acc, which peers may still read. The host's plans keep their number within it.
-      float2* stats = size > 1 ? (float2*)(sh.tiles.acc + HEADS) : (float2*)&sh.tiles;
-      for (u32 i = threadIdx.x; i < parts * HEADS; i += THREADS)
-        stats[i] = __ldcg(a.part_stats + (part_slot(i / HEADS) * MAX_CLUSTER + rank) * HEADS + i % HEADS);
-      __syncthreads();
-      weigh_parts(stats, parts, a.log2_scale, true);
-      __syncthreads();
-      merge(
-          parts, [&](u32 p, u32 head) { return stats[p * HEADS + head].x; },
-          [&](u32 p, u32 head) { return __ldcg(a.parts + (i64)part_slot(p) * QUADS + head * HEAD_QUADS + threadIdx.x); },
-          store_out);
-    }
-  }
-  if (size > 1) cluster_wait();
+__device__ __forceinline__ void store_quad(const Args& a, int b, u32 head, float4 r) {
+  u8* at = a.out + (i64)b * (HEADS * LATENT * 2) + (head * LATENT + quad_dim(threadIdx.x)) * 2;
+  *(u32*)at = pack_bf16(r.x, r.y);
+  *(u32*)(at + 32) = pack_bf16(r.z, r.w);
 }
 
-// Ends the segment that was attended and begins the next one. Whether there is one.
+// The last cluster's part of a sequence whose parts lie in memory: merges them, each CTA its heads. Not inlined: the loop over
+// steps needs all registers, and would be given fewer.
+__device__ __noinline__ void merge_parts(Shared& sh, const Args& a, int b, u32 first, u32 parts, u32 second) {
+  // Only the first cluster of a sequence can have begun with another one.
+  auto part_slot = [&](u32 p) { return 2 * (first + p) + (p == 0 ? second : 0); };
+  // Statistics of the parts go behind acc, which peers may still read. The host's plans keep their number within it.
+  const u32 rank = cluster_rank();
+  float2* stats = cluster_size() > 1 ? (float2*)(sh.tiles.acc + HEADS) : (float2*)&sh.tiles;
+  for (u32 i = threadIdx.x; i < parts * HEADS; i += THREADS)
+    stats[i] = __ldcg(a.part_stats + (part_slot(i / HEADS) * MAX_CLUSTER + rank) * HEADS + i % HEADS);
+  __syncthreads();
+  weigh_parts(stats, parts, a.log2_scale);
+  __syncthreads();
+  merge(
+      parts, [&](u32 p, u32 head) { return stats[p * HEADS + head].x; },
+      [&](u32 p, u32 head) { return __ldcg(a.parts + (i64)part_slot(p) * QUADS + head * HEAD_QUADS + threadIdx.x); },
+      [&](u32 head, float4 r) { store_quad(a, b, head, r); });
+}
+
+// The segment that was attended: merged over the cluster and, where other clusters have parts of the sequence, through
+// memory. Begins the next one in between. Whether there is one.
 __device__ __forceinline__ bool end_segment(Shared& sh, Thread& t, const Args& a) {
   // Sums of weights: over the lanes of a column, then over the warps.
 #pragma unroll
@@ -674,14 +687,57 @@ __device__ __forceinline__ bool end_segment(Shared& sh, Thread& t, const Args& a
   if (threadIdx.x < HEADS) {
     float sum = 0.0f;
     for (int w = 0; w < WARPS; w++) sum += sh.warp_sum[w][threadIdx.x];
-    sh.total[threadIdx.x] = {sh.running_max[threadIdx.x], sum};
+    sh.sum[threadIdx.x] = sum;
   }
   const bool more = sh.next.b >= 0;
   if (threadIdx.x == 0) sh.segment = sh.next;
-  if (cluster_size() > 1) cluster_sync();
+  const u32 rank = cluster_rank(), size = cluster_size();
+  if (size > 1) cluster_sync();
   else __syncthreads();
   if (more) begin_segment(sh, t, a);
-  merge_segment(sh, a, seg);
+
+  // Each CTA merges its share of the output over the cluster.
+  for (u32 i = threadIdx.x; i < size * HEADS; i += THREADS) {
+    const u32 peer = i / HEADS, head = i % HEADS;
+    sh.stats[peer][head] = {peer_float(peer_address(&sh.running_max[head], peer)),
+                            peer_float(peer_address(&sh.sum[head], peer))};
+  }
+  __syncthreads();
+  const Schedule schedule = sh.schedule;
+  const u32 cluster = blockIdx.x / size;
+  const bool whole = seg.begin >= seg.from && seg.end <= seg.stop;
+  const u32 slot = 2 * cluster + (seg.begin > schedule.begin(cluster) ? 1 : 0);
+  float4* part = a.parts + (i64)slot * QUADS;
+  merge_cluster(
+      size, a.log2_scale, [&](u32 p, u32 head) { return sh.stats[p][head]; },
+      [&](u32 p, u32 head, u32 j) {
+        return peer_float4(peer_address(&sh.tiles.acc[head][j], p));
+      },
+      [&](u32 head, u32 j, float4 r, float sum) {
+        const float inv = 1.0f / sum;
+        if (whole) store_quad(a, seg.b, head, {r.x * inv, r.y * inv, r.z * inv, r.w * inv});
+        else part[head * HEAD_QUADS + j] = r;
+      });
+  if (size > 1) cluster_arrive_relaxed(); // peers' accumulators are read no more
+  if (!whole) {
+    // Parts of a sequence meet in memory: the last cluster to arrive merges, each of its CTAs its own quads.
+    if (threadIdx.x < HEADS) {
+      float2 total = {NO_MAX, 0.0f};
+      for (u32 p = 0; p < size; p++) total.x = fmaxf(total.x, sh.stats[p][threadIdx.x].x);
+      for (u32 p = 0; p < size; p++)
+        total.y += exp2_approx((sh.stats[p][threadIdx.x].x - total.x) * a.log2_scale) * sh.stats[p][threadIdx.x].y;
+      a.part_stats[(slot * MAX_CLUSTER + rank) * HEADS + threadIdx.x] = total;
+    }
+    const u32 c0 = schedule.owner(seg.begin), parts = schedule.owner(seg.end - 1) - c0 + 1;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      const u32 old = arrive_counter(a.arrivals + (i64)seg.b * MAX_CLUSTER + rank, parts - 1);
+      sh.last = old == parts - 1;
+    }
+    __syncthreads();
+    if (sh.last) merge_parts(sh, a, seg.b, c0, parts, seg.begin > schedule.begin(c0) ? 1 : 0);
+  }
+  if (size > 1) cluster_wait();
   return more;
 }
 

@@ -65,27 +65,27 @@ __device__ __forceinline__ u32 mul_bf16x2(u32 a, u32 b) {
 }
 
 // Warpgroup products, m64n16k16 of bf16 into float32. Operands in shared memory are 128-byte rows whose 16-byte segments
-// are swizzled by the row's index modulo 8; groups of eight rows lie 1,024 bytes apart. An operand is named by its address
-// in units of 16 bytes, the low half of the instruction's descriptor; the high half says the layout.
+// are swizzled by the row's index modulo 8; groups of eight rows lie 1,024 bytes apart. The low half of an operand's descriptor
+// is its address in units of 16 bytes; the high half says the above.
+#define SWIZZLED 0x40000040u
 __device__ __forceinline__ u32 swizzled_operand(u32 address) { return ((address & 0x3FFFF) >> 4) | (1u << 16); }
-#define SWIZZLED "0x40000040" // 128-byte swizzle, 1,024 bytes between groups of rows
 
 // d [64 x 16] = A [64 x 16, registers as in mma] B, or added to d. B is [16 columns][k].
 __device__ __forceinline__ void wgmma_registers(float (&d)[8], u32 a0, u32 a1, u32 a2, u32 a3, u32 b, bool add) {
   asm volatile(
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %13, 0;\nmov.b64 b, {%12, " SWIZZLED "};\n"
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %14, 0;\nmov.b64 b, {%12, %13};\n"
       "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, b, p, 1, 1, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"((int)add));
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(SWIZZLED), "r"((int)add));
 }
 
-// d [64 x 16] += A B with A stored as [k][64 rows] and B as [16 columns][k].
-__device__ __forceinline__ void wgmma_transposed(float (&d)[8], u32 a, u32 b) {
+// d [64 x 16] += A B with A stored as [k][64 rows] and B as [16 columns][k]; `swizzled` is SWIZZLED.
+__device__ __forceinline__ void wgmma_transposed(float (&d)[8], u32 a, u32 b, u32 swizzled) {
   asm volatile(
-      "{\n.reg .b64 a, b;\nmov.b64 a, {%8, " SWIZZLED "};\nmov.b64 b, {%9, " SWIZZLED "};\n"
+      "{\n.reg .b64 a, b;\nmov.b64 a, {%8, %10};\nmov.b64 b, {%9, %10};\n"
       "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, a, b, 1, 1, 1, 1, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "r"(a), "r"(b));
+      : "r"(a), "r"(b), "r"(swizzled));
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -155,9 +155,9 @@ __device__ __forceinline__ u32 peer_address(const void* p, u32 rank) {
   return a;
 }
 
-__device__ __forceinline__ float2 peer_float2(u32 address) {
-  float2 v;
-  asm volatile("ld.shared::cluster.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+__device__ __forceinline__ float peer_float(u32 address) {
+  float v;
+  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(address) : "memory");
   return v;
 }
 
@@ -181,10 +181,7 @@ __device__ __forceinline__ void fence_before_bulk() { asm volatile("fence.proxy.
 // Counts 0, 1, .., last, 0, ..; releases what the CTA wrote before, acquires what earlier arrivals released.
 __device__ __forceinline__ u32 arrive_counter(u32* counter, u32 last) {
   u32 old;
-  asm volatile("fence.acq_rel.gpu;\natom.inc.relaxed.gpu.global.u32 %0, [%1], %2;\nfence.acq_rel.gpu;"
-               : "=r"(old)
-               : "l"(counter), "r"(last)
-               : "memory");
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(counter), "r"(last) : "memory");
   return old;
 }
 

@@ -208,7 +208,7 @@ def test_kernel_text_broken_is_caught(tmp_path: Path, edit: tuple[str, str]) -> 
     [
         ("out", "at[threadIdx.x == THREADS - 1 && head == HEADS - 1 ? 36 : 0] = 0;", 8),
         ("out", "if (threadIdx.x == 0) a.out[-1] = 0;", 8),
-        ("parts", "((u8*)a.parts)[gridDim.x / size * 2 * QUADS * 16] = 0;", 8),
+        ("parts", "((u8*)a.parts)[gridDim.x / cluster_size() * 2 * QUADS * 16] = 0;", 8),
         ("statistics", "((u8*)a.part_stats)[-1] = 0;", 8),
         ("counters", "((u8*)a.arrivals)[a.batch * MAX_CLUSTER * 4] = 0;", 8),
         ("q", "((u8*)a.q)[-1] = 0;", 9),

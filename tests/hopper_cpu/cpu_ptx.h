@@ -250,7 +250,11 @@ inline void wgmma_registers(float (&d)[8], u32 a0, u32 a1, u32 a2, u32 a3, u32 b
   }
   current->open.push_back(p);
 }
-inline void wgmma_transposed(float (&d)[8], u32 a, u32 b) { current->open.push_back({d, true, false, a, b, {}}); }
+#define SWIZZLED 0x40000040u
+inline void wgmma_transposed(float (&d)[8], u32 a, u32 b, u32 swizzled) {
+  if (swizzled != SWIZZLED) std::exit(5);
+  current->open.push_back({d, true, false, a, b, {}});
+}
 inline void wgmma_fence() {}
 inline void wgmma_commit() {
   current->committed.push_back(std::move(current->open));
@@ -269,7 +273,7 @@ inline void cluster_arrive_relaxed() { current->cluster_round = arrive(current->
 inline void cluster_wait() { wait(current->cta->cluster->barrier, current->cluster_round); }
 inline void cluster_sync() { cluster_arrive_relaxed(); cluster_wait(); }
 inline u32 peer_address(const void* p, u32 rank) { return rank << 24 | smem_u32(p); }
-inline float2 peer_float2(u32 address) { return *(float2*)peer(address); }
+inline float peer_float(u32 address) { return *(float*)peer(address); }
 inline float4 peer_float4(u32 address) { return *(float4*)peer(address); }
 inline void fence_mbarrier_init() {}
 inline void fence_before_bulk() {}
