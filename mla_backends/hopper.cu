@@ -29,6 +29,7 @@ constexpr int CHUNK_BYTES = STEP * 128;
 constexpr int Q_CHUNK_BYTES = HEADS * 128;
 constexpr int PACKED_BYTES = WARP_TOKENS * (TOKEN_BYTES + SCALE_PITCH) + 16; // codes, then scales cut at 16 bytes
 constexpr int HEAD_QUADS = LATENT / 4, QUADS = HEADS * HEAD_QUADS; // what a thread holds of two chunks and a head is a quad
+static_assert(HEAD_QUADS == THREADS, "in a merge, a thread has one quad of each head");
 constexpr int ACC_HEAD = HEAD_QUADS + 1; // quads from head to head: a store's eight lanes of a phase then meet no bank twice
 constexpr int MAX_CLUSTER = 16;
 constexpr float NO_MAX = -3.402823466e38f;
@@ -531,11 +532,10 @@ __device__ __forceinline__ void begin_segment(Shared& sh, const Thread& t, const
 }
 
 // Sums over a cluster's CTAs [16 heads, 512] of a quad each in BATCH heads a thread, and over UNROLL CTAs at once, so that
-// many loads are in flight together. stat(part, head): maximum and sum of weights; quad(part, head, j): its numbers;
-// done(head, j, numbers, sum of weights).
+// many loads are in flight together. stat(part, head): maximum and sum of weights; quad(part, head): its numbers;
+// done(head, numbers, sum of weights).
 template <u32 BATCH, u32 UNROLL, class Stat, class Quad, class Done>
-__device__ __forceinline__ void merge_quads(u32 parts, u32 base, float log2_scale, Stat&& stat, Quad&& quad, Done&& done) {
-  const u32 head = base / HEAD_QUADS, j = base % HEAD_QUADS; // the others of the batch lie whole heads further
+__device__ __forceinline__ void merge_quads(u32 parts, u32 head, float log2_scale, Stat&& stat, Quad&& quad, Done&& done) {
   float top[BATCH], sum[BATCH];
   float4 r[BATCH];
 #pragma unroll
@@ -556,25 +556,24 @@ __device__ __forceinline__ void merge_quads(u32 parts, u32 base, float log2_scal
       const float2 s = stat(p, head + i);
       const float weight = exp2_approx((s.x - top[i]) * log2_scale);
       sum[i] += weight * s.y;
-      add_scaled(r[i], weight, quad(p, head + i, j));
+      add_scaled(r[i], weight, quad(p, head + i));
     }
   }
 #pragma unroll
-  for (u32 i = 0; i < BATCH; i++) done(head + i, j, r[i], sum[i]);
+  for (u32 i = 0; i < BATCH; i++) done(head + i, r[i], sum[i]);
 }
 
-// This CTA's share of the quads.
+// This CTA's heads, a quad of each a thread.
 template <class Stat, class Quad, class Done>
 __device__ __forceinline__ void merge_cluster(u32 parts, float log2_scale, Stat&& stat, Quad&& quad, Done&& done) {
-  static_assert(THREADS == HEAD_QUADS, "a thread's quads are one head apart");
-  const u32 share = QUADS / cluster_size(), first = cluster_rank() * share; // 128 quads, a head, at least
-  u32 base = first + threadIdx.x;
-  if (share % (4 * THREADS) == 0) {
+  const u32 heads = HEADS / cluster_size(), end = (cluster_rank() + 1) * heads;
+  u32 head = end - heads;
+  if (heads % 4 == 0) {
 #pragma unroll 1
-    for (; base < first + share; base += 4 * THREADS) merge_quads<4, 2>(parts, base, log2_scale, stat, quad, done);
+    for (; head < end; head += 4) merge_quads<4, 2>(parts, head, log2_scale, stat, quad, done);
   } else {
 #pragma unroll 1
-    for (; base < first + share; base += THREADS) merge_quads<1, 8>(parts, base, log2_scale, stat, quad, done);
+    for (; head < end; head++) merge_quads<1, 8>(parts, head, log2_scale, stat, quad, done);
   }
 }
 
@@ -603,40 +602,6 @@ __device__ __forceinline__ void weigh_parts(float2* stats, u32 parts, float log2
   for (u32 p = first; p < parts; p += 8) stats[p * HEADS].x *= inverse;
 }
 
-// Weighted sums over parts of the quads of this CTA's heads, one quad of a head a thread. Eight loads are in flight at a
-// time, whichever heads they belong to. weight(part, head); quad(part, head): its numbers; done(head, sums).
-template <class Weight, class Quad, class Done>
-__device__ __forceinline__ void merge(u32 parts, Weight&& weight, Quad&& quad, Done&& done) {
-  static_assert(THREADS == HEAD_QUADS, "a thread's quads are one head apart");
-  constexpr u32 FLIGHT = 8;
-  const u32 heads = HEADS / cluster_size(), all = heads * parts;
-  u32 load_head = cluster_rank() * heads, load_part = 0, head = load_head, part = 0;
-  float4 r = {0, 0, 0, 0};
-#pragma unroll 1
-  for (u32 i = 0; i < all; i += FLIGHT) {
-    float4 x[FLIGHT];
-#pragma unroll
-    for (u32 k = 0; k < FLIGHT; k++) { // the last one again, beyond it
-      x[k] = quad(load_part, load_head);
-      const bool next = load_part + 1 < parts, more = i + k + 1 < all;
-      load_head += !next && more;
-      load_part = next ? load_part + 1 : more ? 0 : load_part;
-    }
-#pragma unroll
-    for (u32 k = 0; k < FLIGHT; k++) {
-      if (i + k < all) {
-        add_scaled(r, weight(part, head), x[k]);
-        if (++part == parts) {
-          done(head, r);
-          r = {0, 0, 0, 0};
-          part = 0;
-          head++;
-        }
-      }
-    }
-  }
-}
-
 __device__ __forceinline__ void store_quad(const Args& a, int b, u32 head, float4 r) {
   u8* at = a.out + (i64)b * (HEADS * LATENT * 2) + (head * LATENT + quad_dim(threadIdx.x)) * 2;
   *(u32*)at = pack_bf16(r.x, r.y);
@@ -656,10 +621,34 @@ __device__ __noinline__ void merge_parts(Shared& sh, const Args& a, int b, u32 f
   __syncthreads();
   weigh_parts(stats, parts, a.log2_scale);
   __syncthreads();
-  merge(
-      parts, [&](u32 p, u32 head) { return stats[p * HEADS + head].x; },
-      [&](u32 p, u32 head) { return __ldcg(a.parts + (i64)part_slot(p) * QUADS + head * HEAD_QUADS + threadIdx.x); },
-      [&](u32 head, float4 r) { store_quad(a, b, head, r); });
+  // A quad of each of this CTA's heads a thread. So many loads are in flight at a time, whichever heads they belong to.
+  constexpr u32 FLIGHT = 8;
+  const u32 heads = HEADS / cluster_size(), all = heads * parts;
+  u32 load_head = rank * heads, load_part = 0, head = load_head, part = 0;
+  float4 r = {0, 0, 0, 0};
+#pragma unroll 1
+  for (u32 i = 0; i < all; i += FLIGHT) {
+    float4 x[FLIGHT];
+#pragma unroll
+    for (u32 k = 0; k < FLIGHT; k++) { // the last one again, beyond it
+      x[k] = __ldcg(a.parts + (i64)part_slot(load_part) * QUADS + load_head * HEAD_QUADS + threadIdx.x);
+      const bool next = load_part + 1 < parts, more = i + k + 1 < all;
+      load_head += !next && more;
+      load_part = next ? load_part + 1 : more ? 0 : load_part;
+    }
+#pragma unroll
+    for (u32 k = 0; k < FLIGHT; k++) {
+      if (i + k < all) {
+        add_scaled(r, stats[part * HEADS + head].x, x[k]);
+        if (++part == parts) {
+          store_quad(a, b, head, r);
+          r = {0, 0, 0, 0};
+          part = 0;
+          head++;
+        }
+      }
+    }
+  }
 }
 
 // The segment that was attended: merged over the cluster and, where other clusters have parts of the sequence, through
@@ -707,16 +696,14 @@ __device__ __forceinline__ bool end_segment(Shared& sh, Thread& t, const Args& a
   const u32 cluster = blockIdx.x / size;
   const bool whole = seg.begin >= seg.from && seg.end <= seg.stop;
   const u32 slot = 2 * cluster + (seg.begin > schedule.begin(cluster) ? 1 : 0);
-  float4* part = a.parts + (i64)slot * QUADS;
+  float4* part = a.parts + (i64)slot * QUADS + threadIdx.x;
   merge_cluster(
       size, a.log2_scale, [&](u32 p, u32 head) { return sh.stats[p][head]; },
-      [&](u32 p, u32 head, u32 j) {
-        return peer_float4(peer_address(&sh.tiles.acc[head][j], p));
-      },
-      [&](u32 head, u32 j, float4 r, float sum) {
+      [&](u32 p, u32 head) { return peer_float4(peer_address(&sh.tiles.acc[head][threadIdx.x], p)); },
+      [&](u32 head, float4 r, float sum) {
         const float inv = 1.0f / sum;
         if (whole) store_quad(a, seg.b, head, {r.x * inv, r.y * inv, r.z * inv, r.w * inv});
-        else part[head * HEAD_QUADS + j] = r;
+        else part[head * HEAD_QUADS] = r;
       });
   if (size > 1) cluster_arrive_relaxed(); // peers' accumulators are read no more
   if (!whole) {
