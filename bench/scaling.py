@@ -10,6 +10,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,14 @@ def lognormal_lengths(batch: int, mean: int, sigma: float = 1.0, seed: int = 0) 
     return [max(1, round(x * mean * batch / sum(raw))) for x in raw]
 
 
-def growth_cases() -> list[tuple[str, list[int]]]:
-    """(label, lengths): batch 1..512 at 8192 tokens, 1k..128k tokens at batches 4 and 64."""
-    cases = [(f"batch {b}, kv 8192", [8192] * b) for b in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)]
+def growth_cases() -> dict[str, list[tuple[str, list[int]]]]:
+    """(label, lengths) of each series: batch 1..512 at 8192 tokens, 1k..128k tokens at batches 4 and 64."""
+    batches = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+    series = {"batch 1 to 512, kv 8192": [(f"batch {b}, kv 8192", [8192] * b) for b in batches]}
     for batch in (4, 64):
-        cases += [(f"batch {batch}, kv {n >> 10}k", [n] * batch) for n in (1 << i for i in range(10, 18))]
-    return cases
+        cases = [(f"batch {batch}, kv {n >> 10}k", [n] * batch) for n in (1 << i for i in range(10, 18))]
+        series[f"batch {batch}, kv 1k to 128k"] = cases
+    return series
 
 
 def ragged_cases() -> list[tuple[str, list[int]]]:
@@ -67,21 +70,17 @@ def save_plot(rows: list[dict[str, Any]], path: Path) -> None:
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
-
-    def labelled(begin: str, end: str) -> list[dict[str, Any]]:
-        return [row for row in rows if row["label"].startswith(begin) and row["label"].endswith(end)]
-
-    lines = (  # Okabe and Ito's colours, and a marker each
-        ("batch 1 to 512, kv 8192", labelled("batch", "kv 8192"), "#0072B2", "o"),
-        ("batch 4, kv 1k to 128k", labelled("batch 4, kv", "k"), "#D55E00", "s"),
-        ("batch 64, kv 1k to 128k", labelled("batch 64, kv", "k"), "#009E73", "^"),
-    )
-    for label, chosen, colour, marker in lines:
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        if row["kind"] == "growth":
+            series.setdefault(row["series"], []).append(row)
+    styles = ("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")  # Okabe and Ito's colours, and a marker each
+    for (label, chosen), (colour, marker) in zip(series.items(), cycle(styles), strict=False):
         axes.plot(
             [row["tokens"] for row in chosen], [row["us"] for row in chosen], marker=marker, color=colour, label=label
         )
     ragged = [row for row in rows if row["kind"] == "ragged"]
-    for row, marker in zip(ragged, "x+1*", strict=False):
+    for row, marker in zip(ragged, cycle("x+1*"), strict=False):
         label = f"{row['label']}: {row['over_uniform']:.2f} x uniform"
         axes.plot(row["tokens"], row["us"], marker, color="black", markersize=9, label=label)
     axes.set_xscale("log")
@@ -102,12 +101,13 @@ def main() -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         raise SystemExit("bench.scaling needs a GPU of compute capability 9.0")
     rows: list[dict[str, Any]] = []
-    for kind, cases in (("growth", growth_cases()), ("ragged", ragged_cases())):
+    for series, cases in {**growth_cases(), "ragged": ragged_cases()}.items():
+        kind = "ragged" if series == "ragged" else "growth"
         for label, lengths in cases:
             tokens = sum(lengths)
             if tokens > options.max_tokens:
                 continue
-            row = {"kind": kind, "label": label, "tokens": tokens, **time_lengths(lengths)}
+            row = {"kind": kind, "series": series, "label": label, "tokens": tokens, **time_lengths(lengths)}
             text = f"{label:32} {tokens:>9} tokens {row['us']:>9.1f} us {row['ns_per_token']:>8.3f} ns/token"
             if kind == "ragged":
                 uniform = time_lengths([max(1, tokens // len(lengths))] * len(lengths))
