@@ -701,7 +701,7 @@ __device__ __forceinline__ bool end_segment(Shared& sh, Thread& t, const Args& a
       size, a.log2_scale, [&](u32 p, u32 head) { return sh.stats[p][head]; },
       [&](u32 p, u32 head) { return peer_float4(peer_address(&sh.tiles.acc[head][threadIdx.x], p)); },
       [&](u32 head, float4 r, float sum) {
-        const float inv = 1.0f / sum;
+        const float inv = reciprocal_approx(sum);
         if (whole) store_quad(a, seg.b, head, {r.x * inv, r.y * inv, r.z * inv, r.w * inv});
         else part[head * HEAD_QUADS] = r;
       });

@@ -197,6 +197,7 @@ inline void stmatrix4_trans(u32 at, const u32 (&r)[4]) {
 }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float reciprocal_approx(float x) { return 1.0f / x; }
 inline u32 pack_bf16(float lo, float hi) { return to_bf16(hi) << 16 | to_bf16(lo); }
 inline u32 mul_bf16x2(u32 a, u32 b) {
   return pack_bf16(from_bf16(a & 0xFFFF) * from_bf16(b & 0xFFFF), from_bf16(a >> 16) * from_bf16(b >> 16));
