@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -330,6 +331,37 @@ def test_kernel_matches_float64_on_gpu(cluster: int, clusters: int) -> None:
     assert worst_error(first, expected) <= REL_L2_LIMIT
     for _ in range(20):
         assert torch.equal(run_gpu(x, plan, backend), first)
+
+
+def runs_that_differ(call: Callable[[], torch.Tensor], repeats: int, before: Callable[[], object]) -> int:
+    """How many of `repeats` further calls, each after `before`, give other bits than the first."""
+    first = call().clone()
+    differ = 0
+    for _ in range(repeats):
+        before()
+        differ += not torch.equal(call(), first)
+    return differ
+
+
+def test_one_wrong_run_of_many_is_counted() -> None:
+    outs = [torch.zeros(4)] * 7 + [torch.tensor([0.0, 0.0, 1e-3, 0.0])] + [torch.zeros(4)] * 5
+    assert runs_that_differ(iter(outs).__next__, 12, lambda: None) == 1
+
+
+@needs_hopper
+@pytest.mark.parametrize(
+    ("batch", "length", "plan"),
+    [
+        (256, 1024, hopper.HopperPlan(1, 256)),
+        (64, 8192, hopper.HopperPlan(2, 128)),
+        (32, 1024, hopper.HopperPlan(2, 64)),
+    ],
+)
+def test_a_full_machine_gives_the_same_bits_every_time(batch: int, length: int, plan: hopper.HopperPlan) -> None:
+    """Two CTAs an SM and a cold cache: what is read or replaced too early shows in one run of very many."""
+    backend, x = hopper.HopperBackend(), make_inputs([length] * batch, device="cuda")
+    flush = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+    assert runs_that_differ(lambda: run_gpu(x, plan, backend), 3000, flush.zero_) == 0
 
 
 @needs_hopper
