@@ -178,6 +178,19 @@ __device__ __forceinline__ void load_packed(Packed& x, u32 data, u32 scale, u32 
   lds128<ROW + 192>(data, x.word[1][3]);
 }
 
+// Depends on every load of x: what uses it waits until they are done. A barrier does not: while products read shared memory,
+// loads issued long before it were seen to return what a bulk copy issued behind it had brought.
+__device__ __forceinline__ u32 words_of(const Packed& x) {
+  u32 r = 0;
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    r |= x.rope[h][0] | x.rope_scale[h];
+#pragma unroll
+    for (int j = 0; j < 4; j++) r |= x.word[h][j][0] | x.scale[h][j];
+  }
+  return r;
+}
+
 // WORDS words of one scale block of one token.
 template <bool WIDE, int WORDS>
 __device__ __forceinline__ void dequant_words(const u32* word, int scale, u32* r) {
@@ -405,10 +418,13 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
         keep(smem_u32(sh.tiles.v) + (WARP_TOKENS * t.warp + 8 * second + row) * 128 + ((2 * k + third) ^ row) * 16);
   at.p_row = keep(smem_u32(sh.weights) + (8 * third + row) * 128 + ((2 * t.warp + second) ^ row) * 16);
 
+  Packed x;
+  const u32 never = (u32)a.batch >> 31;   // zero, which the compiler cannot know
   int own = count - WARP_TOKENS * t.warp; // tokens from this warp's first on
-  auto copy_next = [&] {                  // the tokens after the step that begins `own` tokens before the end
+  auto copy_next = [&] { // the tokens after the step that begins `own` tokens before the end, where those of x were
     if (own > STEP && elect_one())
-      copy_packed(a, packed, full, (i64)sh.schedule.base + sh.segment.first + (sh.segment.count - own) + STEP, own - STEP);
+      copy_packed(a, packed + (words_of(x) & never), full,
+                  (i64)sh.schedule.base + sh.segment.first + (sh.segment.count - own) + STEP, own - STEP);
   };
   auto add_values = [&] {
     const u32 v = swizzled_operand(SHARED_AT(tiles)), weights = swizzled_operand(SHARED_AT(weights));
@@ -423,7 +439,6 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
     wgmma_commit();
   };
   if (count <= 0) return;
-  Packed x;
   bool wide = barrier_any(fetch_packed(x, at, full, parity, own, token)); // and Q is in place
   copy_next();
   int left = count;
@@ -480,6 +495,7 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
     if (left <= 0) break;
   }
   add_values();
+  parity = keep(parity ^ (words_of(x) & never)); // nothing of this segment is under way where the next one's copies begin
   wgmma_wait<0>();
 }
 
