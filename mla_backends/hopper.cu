@@ -353,14 +353,15 @@ __device__ __forceinline__ u32 scale_shift(const Args& a, i64 token) {
   return (u32)(u64)(a.scale + token * SCALE_PITCH) & 15;
 }
 
-// Copies the 16 tokens that this warp takes of the step beginning at token `first`, or what is left of them. One lane.
-__device__ __forceinline__ void copy_packed(const Args& a, u32 dst, u32 bar, i64 first, int tokens) {
+// Copies the 16 tokens that this warp takes of a step, from `first` on, or what is left of them. One lane. Unsigned, so that
+// all of it is computed in uniform registers, where copies take it from.
+__device__ __forceinline__ void copy_packed(const Args& a, u32 dst, u32 bar, u32 first, int tokens) {
   tokens = min(tokens, WARP_TOKENS);
-  const u32 shift = scale_shift(a, first);
-  const u32 scale_bytes = (shift + tokens * SCALE_PITCH + 15) & ~15u;
+  const u64 scales = (u64)a.scale + (u64)first * SCALE_PITCH;
+  const u32 scale_bytes = (((u32)scales & 15) + tokens * SCALE_PITCH + 15) & ~15u;
   mbarrier_expect(bar, tokens * TOKEN_BYTES + scale_bytes);
-  bulk_load(dst, a.kv + first * TOKEN_BYTES, tokens * TOKEN_BYTES, bar);
-  bulk_load(dst + WARP_TOKENS * TOKEN_BYTES, a.scale + first * SCALE_PITCH - shift, scale_bytes, bar);
+  bulk_load(dst, a.kv + (u64)first * TOKEN_BYTES, tokens * TOKEN_BYTES, bar);
+  bulk_load(dst + WARP_TOKENS * TOKEN_BYTES, (const u8*)(scales & ~(u64)15), scale_bytes, bar);
 }
 
 // This warp's tokens of a step, `own` of them at most 16, from shared memory to registers; whether any scale byte is over 128.
@@ -419,12 +420,11 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
   at.p_row = keep(smem_u32(sh.weights) + (8 * third + row) * 128 + ((2 * t.warp + second) ^ row) * 16);
 
   Packed x;
-  const u32 never = (u32)a.batch >> 31;   // zero, which the compiler cannot know
+  const u32 never = (u32)a.batch >> 31; // zero, which the compiler cannot know
   int own = count - WARP_TOKENS * t.warp; // tokens from this warp's first on
+  const u32 following = sh.schedule.base + sh.segment.first + count + STEP;
   auto copy_next = [&] { // the tokens after the step that begins `own` tokens before the end, where those of x were
-    if (own > STEP && elect_one())
-      copy_packed(a, packed + (words_of(x) & never), full,
-                  (i64)sh.schedule.base + sh.segment.first + (sh.segment.count - own) + STEP, own - STEP);
+    if (own > STEP && elect_one()) copy_packed(a, packed + (words_of(x) & never), full, following - own, own - STEP);
   };
   auto add_values = [&] {
     const u32 v = swizzled_operand(SHARED_AT(tiles)), weights = swizzled_operand(SHARED_AT(weights));
@@ -450,12 +450,16 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
     bool over;
 #pragma unroll 1
     do {
-      if (left < count) add_values();
+      if (left < count) {
+        add_values();
+        copy_next(); // while the products run
+      }
       float s[2][8];
       if (wide) score_step<true>(x, at, s);
       else score_step<false>(x, at, s);
       // The next step's tokens, while the last products are under way.
       const bool next_wide = fetch_packed(x, at, full, parity, own - STEP, token);
+      running_max(sh, t.t, max); // of no use in the first step
       wgmma_wait<0>();
 #pragma unroll
       for (int i = 0; i < 8; i++) e[i] = s[0][i] + s[1][i];
@@ -468,9 +472,7 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
       over = left == count; // the first step has no maximum yet
       if (over) {
         wide = next_wide; // whether anybody's is, the barrier below tells
-        __syncwarp();     // this warp has read what copy_next replaces
       } else {
-        running_max(sh, t.t, max);
         const bool high = weigh(max, at.p_row, e, a.log2_scale, added) > WEIGHT_LIMIT;
         wide = false;
         if (barrier_any(high || next_wide)) {
@@ -480,7 +482,6 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
       }
       left -= STEP;
       own -= STEP;
-      copy_next();
       if (over) break;
 #pragma unroll
       for (int i = 0; i < 4; i++) t.sum[i] += added[i];
@@ -543,7 +544,7 @@ __device__ __forceinline__ void begin_segment(Shared& sh, const Thread& t, const
   const int count = sh.segment.count - WARP_TOKENS * t.warp;
   if (count > 0 && elect_one())
     copy_packed(a, smem_u32(sh.packed[t.warp]), smem_u32(&sh.full[t.warp]),
-                (i64)sh.schedule.base + sh.segment.first + WARP_TOKENS * t.warp, count);
+                sh.schedule.base + sh.segment.first + WARP_TOKENS * t.warp, count);
   load_q(sh, a.q + (i64)sh.segment.b * (HEADS * QK_DIM * 2));
 }
 
