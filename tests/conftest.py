@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +26,24 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=interpreted.start) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def cpu_compiler() -> None:
+    """A test that compiles a kernel's text for the CPU asks for it."""
+    if shutil.which("g++") is None:
+        pytest.skip("reason: no g++ to compile the kernel's text for the CPU")
+
+
+@pytest.fixture(scope="session")
+def cuda_compiler() -> None:
+    """A test that compiles CUDA for a GPU asks for it; no GPU is needed."""
+    from mla_backends import nvrtc
+
+    try:
+        nvrtc.load_nvrtc()
+    except OSError as error:
+        pytest.skip(f"reason: NVRTC cannot be loaded: {error}")
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,6 @@ are left to a GPU.
 from __future__ import annotations
 
 import math
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -111,9 +110,7 @@ class CpuKernel:
 
 
 @pytest.fixture(scope="module")
-def cpu_kernel(tmp_path_factory: pytest.TempPathFactory) -> CpuKernel:
-    if shutil.which("g++") is None:
-        pytest.skip("reason: no g++ to compile the kernel's text for the CPU")
+def cpu_kernel(cpu_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> CpuKernel:
     return CpuKernel(tmp_path_factory.mktemp("hopper"))
 
 
@@ -192,10 +189,9 @@ def test_kernel_text_keeps_nan_of_q_in_its_head(cpu_kernel: CpuKernel) -> None:
     ],
     ids=["scale-block", "slot-order", "tail", "schedule", "barrier", "wait", "swizzle", "maximum"],
 )
+@pytest.mark.usefixtures("cpu_compiler")
 def test_kernel_text_broken_is_caught(tmp_path: Path, edit: tuple[str, str]) -> None:
     """The comparison above can fail: one wrong constant or missing line each."""
-    if shutil.which("g++") is None:
-        pytest.skip("reason: no g++ to compile the kernel's text for the CPU")
     x = make_inputs([77, 300], start=7)
     kernel = CpuKernel(tmp_path, edit)
     try:
@@ -217,10 +213,9 @@ def test_kernel_text_broken_is_caught(tmp_path: Path, edit: tuple[str, str]) -> 
         ("scales", "((u8*)a.scale)[0] = 7;", 9),
     ],
 )
+@pytest.mark.usefixtures("cpu_compiler")
 def test_kernel_text_that_writes_elsewhere_is_caught(tmp_path: Path, place: str, line: str, status: int) -> None:
     """One byte behind or before a buffer, or one of the inputs: the CPU program's own end tells which."""
-    if shutil.which("g++") is None:
-        pytest.skip("reason: no g++ to compile the kernel's text for the CPU")
     store = "*(u32*)at = pack_bf16(r.x, r.y);"
     kernel = CpuKernel(tmp_path, (store, f"{line} {store}"))
     with pytest.raises(subprocess.CalledProcessError) as ended:
@@ -228,30 +223,23 @@ def test_kernel_text_that_writes_elsewhere_is_caught(tmp_path: Path, place: str,
     assert ended.value.returncode == status
 
 
+@pytest.mark.usefixtures("cpu_compiler")
 def test_kernel_text_answers_nan_where_shared_memory_lies_elsewhere(tmp_path: Path) -> None:
-    if shutil.which("g++") is None:
-        pytest.skip("reason: no g++ to compile the kernel's text for the CPU")
     kernel = CpuKernel(tmp_path, ("0xFFFFFF) != SHARED_BASE", "0xFFFFFF) != SHARED_BASE + 16"))
     assert kernel(make_inputs([70, 0, 9]), 2, 2).isnan().all()
 
 
+@pytest.mark.usefixtures("cuda_compiler")
 @pytest.mark.parametrize("pitch", [hopper.MIN_SCALE_PITCH, 24, hopper.MAX_SCALE_PITCH])
 def test_source_compiles(pitch: int) -> None:
     """For sm_90a, with no host compiler and no GPU; the kernel asserts that its shared memory fits, two CTAs an SM."""
-    try:
-        nvrtc.load_nvrtc()
-    except OSError as error:
-        pytest.skip(f"reason: NVRTC cannot be loaded: {error}")
     cubin = nvrtc.compile_source(hopper.source_text(), "hopper.cu", hopper.options(pitch))
     assert cubin[:4] == b"\x7fELF" and b"mla_decode_mxfp4" in cubin
     assert hopper.CTAS_PER_SM * (hopper.shared_bytes(pitch) + 1024) <= 228 << 10
 
 
+@pytest.mark.usefixtures("cuda_compiler")
 def test_compile_error_holds_log() -> None:
-    try:
-        nvrtc.load_nvrtc()
-    except OSError as error:
-        pytest.skip(f"reason: NVRTC cannot be loaded: {error}")
     with pytest.raises(nvrtc.CompileError, match="nonsense"):
         nvrtc.compile_source("int f() { return nonsense; }", "x.cu", ("--gpu-architecture=sm_90",))
 

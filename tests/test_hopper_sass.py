@@ -17,10 +17,10 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from test_hopper import PITCH
 
 from mla_backends import hopper, nvrtc
 
-PITCH = 24
 NO_COUNTER = 7
 LINE = re.compile(r"^\s+/\*([0-9a-f]{4,6})\*/\s+(.*?)\s*;?\s+/\* 0x[0-9a-f]{16} \*/$")
 HIGH_HALF = re.compile(r"^\s+/\* (0x[0-9a-f]{16}) \*/$")
@@ -86,20 +86,18 @@ def loads_under_way_at(program: dict[int, Instruction], name: str) -> dict[int, 
 
 
 def compile_text(text: str, folder: Path) -> dict[int, Instruction]:
-    """Instructions of a kernel's text; skips where there is no compiler."""
-    try:
-        nvrtc.load_nvrtc()
-    except OSError as error:
-        pytest.skip(f"reason: NVRTC cannot be loaded: {error}")
+    """Instructions of a kernel's text."""
     return disassemble(nvrtc.compile_source(text, "hopper.cu", hopper.options(PITCH)), folder)
 
 
+@pytest.mark.usefixtures("cuda_compiler")
 def test_copies_wait_for_loads_of_what_they_replace(tmp_path: Path) -> None:
     copies = loads_under_way_at(compile_text(hopper.source_text(), tmp_path), "UBLKCP")
     assert len(copies) >= 4  # codes and scales, of a segment's first step and of the others
     assert not any(copies.values()), copies
 
 
+@pytest.mark.usefixtures("cuda_compiler")
 def test_a_copy_that_does_not_wait_is_caught(tmp_path: Path) -> None:
     """The kernel without the dependency, as version 11 was: wrong in up to 15 of 100 runs that filled a GPU."""
     text = hopper.source_text()

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import os
-import shutil
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -288,9 +287,7 @@ def test_gfx950_code_at_the_far_end(emulated: Any, kind: str, plan: tuple[str, i
 
 
 @pytest.fixture(scope="module")
-def hopper_kernel(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    if shutil.which("g++") is None:
-        pytest.skip("reason: no g++ to compile the kernel's text for the CPU")
+def hopper_kernel(cpu_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
     from test_hopper import CpuKernel
 
     return CpuKernel(tmp_path_factory.mktemp("hopper"))
