@@ -95,14 +95,13 @@ static_assert(sizeof(Shared) <= SHARED_BYTES, "the host launches with less");
 #define SHARED_AT(field) (SHARED_BASE + (u32)(u64)&((Shared*)0)->field)
 static_assert(PACKED_BYTES % 16 == 0, "bulk copies go to 16-byte addresses");
 
-// Eight e2m1 codes -> four bf16 pairs (n_i, n_{i+4}). A code `s eem` moved to bits 15 and 8..6 of a bf16 is its value
-// times 2^-126 (a subnormal where e = 0), so one exact multiply by 2^126 times the scale finishes it.
-__device__ __forceinline__ void dequant_word(u32 word, u32 factor, u32* r) {
-  u32 high = word >> 8;
+// Four e2m1 codes, i and i + 4 of a word's eight for i = FIRST and FIRST + 1 -> two bf16 pairs. A code `s eem` moved to bits 15
+// and 8..6 of a bf16 is its value times 2^-126 (a subnormal where e = 0), so one exact multiply by 2^126 times the scale
+// finishes it.
+template <int FIRST> __device__ __forceinline__ void dequant_pairs(u32 word, u32 factor, u32* r) {
+  if (FIRST == 2) word >>= 8;
   r[0] = mul_bf16x2(((word & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, factor);
   r[1] = mul_bf16x2(((word & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, factor);
-  r[2] = mul_bf16x2(((high & 0x000F000Fu) * 0x1040u) & 0x81C081C0u, factor);
-  r[3] = mul_bf16x2(((high & 0x00F000F0u) * 0x0104u) & 0x81C081C0u, factor);
 }
 
 // Scale byte b -> bf16 2^(b - 1), twice: the 2^126 above included. Right for b <= 128; NO_TOKEN gives zero.
@@ -125,23 +124,28 @@ struct Thread {
   float sum[4];         // weights of heads 2 t, 2 t + 1, 2 t + 8, 2 t + 9 seen so far, this lane's tokens
 };
 
-// Q into the order of K's registers. A word of 8 dims becomes four pairs (d_i, d_{i+4}), the halves of two k-steps; eight
-// threads share a head, and a thread's words are eight apart.
+// Q into the order of K's registers. Word m of four in scale block 4 k + t becomes four pairs (d_i, d_{i+4}): in k-step k, the
+// halves of chunk 2 m (i = 0, 1) and of chunk 2 m + 1 (i = 2, 3). Eight threads share a head, and a thread's blocks are eight
+// apart. RoPE is a chunk of its own, eight words of which two make a k-step.
 __device__ __forceinline__ void load_q(Shared& sh, const u8* q) {
-  const int head = threadIdx.x / 8, part = threadIdx.x % 8;
+  const int head = threadIdx.x / 8, part = threadIdx.x % 8, turn = head % 8;
+  const uint4* from = (const uint4*)q + head * (QK_DIM / 8);
   uint4 x[9];
 #pragma unroll
-  for (int i = 0; i < 9; i++) x[i] = __ldg((const uint4*)q + head * (QK_DIM / 8) + part + 8 * i);
-  const int segment = 4 * (part % 2), turn = head % 8;
-  u8* latent = sh.q[part % 4 / 2] + head * 128 + 4 * (part / 4);
+  for (int i = 0; i < 8; i++) x[i] = __ldg(from + 4 * part + i / 4 * 32 + i % 4);
+  x[8] = __ldg(from + LATENT / 8 + part);
+  u8* latent = sh.q[0] + head * 128 + 4 * (part % 4);
   u8* rope = sh.q[CHUNKS] + head * 128 + 4 * (part / 2);
 #pragma unroll
   for (int i = 0; i < 9; i++) {
-    u8* at = i < 8 ? latent + i / 2 * 2 * Q_CHUNK_BYTES + 8 * (i % 2) : rope;
-    *(u32*)(at + ((segment + 0) ^ turn) * 16) = __byte_perm(x[i].x, x[i].z, 0x5410);
-    *(u32*)(at + ((segment + 1) ^ turn) * 16) = __byte_perm(x[i].x, x[i].z, 0x7632);
-    *(u32*)(at + ((segment + 2) ^ turn) * 16) = __byte_perm(x[i].y, x[i].w, 0x5410);
-    *(u32*)(at + ((segment + 3) ^ turn) * 16) = __byte_perm(x[i].y, x[i].w, 0x7632);
+    const u32 pair[4] = {__byte_perm(x[i].x, x[i].z, 0x5410), __byte_perm(x[i].x, x[i].z, 0x7632),
+                         __byte_perm(x[i].y, x[i].w, 0x5410), __byte_perm(x[i].y, x[i].w, 0x7632)};
+#pragma unroll
+    for (int n = 0; n < 4; n++) {
+      const int k = part / 4 + i / 4 * 2;
+      if (i < 8) *(u32*)(latent + (i % 4 * 2 + n / 2) * Q_CHUNK_BYTES + ((2 * k + n % 2) ^ turn) * 16) = pair[n];
+      else *(u32*)(rope + ((part % 2 * 4 + n) ^ turn) * 16) = pair[n];
+    }
   }
   fence_before_bulk();
 }
@@ -156,8 +160,6 @@ struct Packed {
 
 __device__ __forceinline__ void load_packed(Packed& x, u32 data, u32 scale, u32 rope, u32 rope_scale) {
   constexpr int ROW = 8 * TOKEN_BYTES, SCALE_ROW = 8 * SCALE_PITCH;
-  lds64<0>(rope, x.rope[0]);
-  lds64<ROW>(rope, x.rope[1]);
   x.rope_scale[0] = lds8<0>(rope_scale);
   x.rope_scale[1] = lds8<SCALE_ROW>(rope_scale);
   x.scale[0][0] = lds8<0>(scale);
@@ -168,6 +170,8 @@ __device__ __forceinline__ void load_packed(Packed& x, u32 data, u32 scale, u32 
   x.scale[1][2] = lds8<SCALE_ROW + 8>(scale);
   x.scale[0][3] = lds8<12>(scale);
   x.scale[1][3] = lds8<SCALE_ROW + 12>(scale);
+  lds64<0>(rope, x.rope[0]);
+  lds64<ROW>(rope, x.rope[1]);
   lds128<0>(data, x.word[0][0]);
   lds128<ROW>(data, x.word[1][0]);
   lds128<64>(data, x.word[0][1]);
@@ -191,16 +195,20 @@ __device__ __forceinline__ u32 words_of(const Packed& x) {
   return r;
 }
 
-// WORDS words of one scale block of one token.
-template <bool WIDE, int WORDS>
-__device__ __forceinline__ void dequant_words(const u32* word, int scale, u32* r) {
-  const u32 factor = scale_factor(WIDE ? min(scale, 128) : scale);
-#pragma unroll
-  for (int i = 0; i < WORDS; i++) dequant_word(word[i], factor, r + 4 * i);
+// What the codes of a scale block are multiplied by: once, or twice where a scale may be over 128.
+struct Factor {
+  u32 once, extra;
+};
+
+template <bool WIDE> __device__ __forceinline__ Factor make_factor(int scale) {
+  return WIDE ? Factor{scale_factor(min(scale, 128)), wide_factor(scale)} : Factor{scale_factor(scale), 0};
+}
+
+template <bool WIDE, int FIRST> __device__ __forceinline__ void dequant_scaled(u32 word, Factor factor, u32* r) {
+  dequant_pairs<FIRST>(word, factor.once, r);
   if (WIDE) {
-    const u32 extra = wide_factor(scale);
-#pragma unroll
-    for (int i = 0; i < 4 * WORDS; i++) r[i] = mul_bf16x2(r[i], extra);
+    r[0] = mul_bf16x2(r[0], factor.extra);
+    r[1] = mul_bf16x2(r[1], factor.extra);
   }
 }
 
@@ -209,27 +217,34 @@ struct Fragment {
   u32 lo[8], hi[8]; // token slots g and g + 8
 };
 
-template <bool WIDE>
-__device__ __forceinline__ void dequant_chunk(const Packed& x, int c, Fragment& f) {
-  dequant_words<WIDE, 2>(&x.word[0][c / 2][c % 2 * 2], x.scale[0][c / 2], f.lo);
-  dequant_words<WIDE, 2>(&x.word[1][c / 2][c % 2 * 2], x.scale[1][c / 2], f.hi);
-}
-
-template <int STEPS>
-__device__ __forceinline__ void score_steps(float (&s)[2][8], const u32* lo, const u32* hi, u32 q, bool add) {
-#pragma unroll
-  for (int k = 0; k < STEPS; k++)
-    wgmma_registers(s[k & 1], lo[2 * k], hi[2 * k], lo[2 * k + 1], hi[2 * k + 1], q + 32 * k / 16, add || k > 1);
-}
-
-// The same registers, as 128-byte rows [token][64 dims] whose 16-byte segments are swizzled by the row: operand V.
-template <int CHUNK>
-__device__ __forceinline__ void store_chunk(const u32 (&row)[4], const Fragment& f) {
+template <bool WIDE, int C>
+__device__ __forceinline__ void dequant_chunk(const Packed& x, const Factor (&factor)[2][4], Fragment& f) {
 #pragma unroll
   for (int k = 0; k < 4; k++) {
-    const u32 quad[4] = {f.lo[2 * k], f.hi[2 * k], f.lo[2 * k + 1], f.hi[2 * k + 1]};
-    stmatrix4<CHUNK * CHUNK_BYTES>(row[k], quad);
+    dequant_scaled<WIDE, C % 2 * 2>(x.word[0][k][C / 2], factor[0][k], f.lo + 2 * k);
+    dequant_scaled<WIDE, C % 2 * 2>(x.word[1][k][C / 2], factor[1][k], f.hi + 2 * k);
   }
+}
+
+template <bool WIDE>
+__device__ __forceinline__ void dequant_rope(const Packed& x, Fragment& f) {
+#pragma unroll
+  for (int h = 0; h < 2; h++) {
+    const Factor factor = make_factor<WIDE>(x.rope_scale[h]);
+    u32* r = h ? f.hi : f.lo;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      dequant_scaled<WIDE, 0>(x.rope[h][i], factor, r + 4 * i);
+      dequant_scaled<WIDE, 2>(x.rope[h][i], factor, r + 4 * i + 2);
+    }
+  }
+}
+
+// Scores of 64 dims: `first` where they are the first ones.
+__device__ __forceinline__ void score_chunk(float (&s)[8], const Fragment& f, u32 q, bool first) {
+#pragma unroll
+  for (int k = 0; k < 4; k++)
+    wgmma_registers(s, f.lo[2 * k], f.hi[2 * k], f.lo[2 * k + 1], f.hi[2 * k + 1], q + 32 * k / 16, !first || k > 0);
 }
 
 // Addresses and operands of a thread, the same in every step.
@@ -239,43 +254,61 @@ struct Places {
   u32 p_row;
 };
 
+// The same registers, as 128-byte rows [token][64 dims] whose 16-byte segments are swizzled by the row: operand V.
+template <int CHUNK>
+__device__ __forceinline__ void store_chunk(const Places& at, const Fragment& f) {
+#pragma unroll
+  for (int k = 0; k < 4; k++) {
+    const u32 quad[4] = {f.lo[2 * k], f.hi[2 * k], f.lo[2 * k + 1], f.hi[2 * k + 1]};
+    stmatrix4<CHUNK * CHUNK_BYTES>(at.v_row[k], quad);
+  }
+}
+
+// Chunk C of a step, or RoPE, the last one: into V before its products are issued, which was found to be faster than after.
+template <bool WIDE, int C>
+__device__ __forceinline__ void take_chunk(const Packed& x, const Factor (&factor)[2][4], const Places& at, float (&s)[8],
+                                           Fragment& f, u32 q) {
+  if constexpr (C < CHUNKS) {
+    dequant_chunk<WIDE, C>(x, factor, f);
+    store_chunk<C>(at, f);
+  } else {
+    dequant_rope<WIDE>(x, f);
+  }
+  wgmma_fence();
+  score_chunk(s, f, q + C * Q_CHUNK_BYTES / 16, false);
+  wgmma_commit();
+  if (C < CHUNKS) wgmma_wait<1>(); // the chunk before, whose registers the next one may take
+}
+
 // Dequantises this warp's tokens once: products with Q into s, V into shared memory. The products with V of the step before
 // may be under way; the first products with Q queue behind them.
 template <bool WIDE>
-__device__ __forceinline__ void score_step(const Packed& x, const Places& at, float (&s)[2][8]) {
+__device__ __forceinline__ void score_step(const Packed& x, const Places& at, float (&s)[8]) {
   const u32 q = swizzled_operand(SHARED_AT(q));
-  Fragment f[2];
-  {
-    Fragment rope;
-    dequant_words<WIDE, 2>(x.rope[0], x.rope_scale[0], rope.lo);
-    dequant_words<WIDE, 2>(x.rope[1], x.rope_scale[1], rope.hi);
-    dequant_chunk<WIDE>(x, 0, f[0]);
-    dequant_chunk<WIDE>(x, 1, f[1]);
-    wgmma_fence();
-    score_steps<4>(s, rope.lo, rope.hi, q + CHUNKS * Q_CHUNK_BYTES / 16, false);
-    score_steps<4>(s, f[0].lo, f[0].hi, q, true);
-    score_steps<4>(s, f[1].lo, f[1].hi, q + Q_CHUNK_BYTES / 16, true);
-    wgmma_commit();
-    wgmma_wait<1>(); // the products with V
-    __syncthreads(); // in every warp
-    store_chunk<0>(at.v_row, f[0]);
-    store_chunk<1>(at.v_row, f[1]);
-  }
+  Factor factor[2][4];
 #pragma unroll
-  for (int c = 2; c < CHUNKS; c++) {
-    Fragment& next = f[c & 1];
-    dequant_chunk<WIDE>(x, c, next);
-    wgmma_fence();
-    score_steps<4>(s, next.lo, next.hi, q + c * Q_CHUNK_BYTES / 16, true);
-    wgmma_commit();
-    if (c == 2) store_chunk<2>(at.v_row, next);
-    if (c == 3) store_chunk<3>(at.v_row, next);
-    if (c == 4) store_chunk<4>(at.v_row, next);
-    if (c == 5) store_chunk<5>(at.v_row, next);
-    if (c == 6) store_chunk<6>(at.v_row, next);
-    if (c == 7) store_chunk<7>(at.v_row, next);
-    if (c < CHUNKS - 1) wgmma_wait<1>();
+  for (int k = 0; k < 4; k++) {
+    factor[0][k] = make_factor<WIDE>(x.scale[0][k]);
+    factor[1][k] = make_factor<WIDE>(x.scale[1][k]);
   }
+  Fragment even, odd;
+  dequant_chunk<WIDE, 0>(x, factor, even);
+  dequant_chunk<WIDE, 1>(x, factor, odd);
+  wgmma_fence();
+  score_chunk(s, even, q, true);
+  score_chunk(s, odd, q + Q_CHUNK_BYTES / 16, false);
+  wgmma_commit();
+  wgmma_wait<1>(); // the products with V
+  __syncthreads(); // in every warp
+  store_chunk<0>(at, even);
+  store_chunk<1>(at, odd);
+  take_chunk<WIDE, 2>(x, factor, at, s, even, q);
+  take_chunk<WIDE, 3>(x, factor, at, s, odd, q);
+  take_chunk<WIDE, 4>(x, factor, at, s, even, q);
+  take_chunk<WIDE, 5>(x, factor, at, s, odd, q);
+  take_chunk<WIDE, 6>(x, factor, at, s, even, q);
+  take_chunk<WIDE, 7>(x, factor, at, s, odd, q);
+  take_chunk<WIDE, CHUNKS>(x, factor, at, s, even, q);
 }
 
 // Moves the running maximum to this step's scores e and rescales what was summed so far. All threads of the CTA; no
@@ -428,13 +461,12 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
   };
   auto add_values = [&] {
     const u32 v = swizzled_operand(SHARED_AT(tiles)), weights = swizzled_operand(SHARED_AT(weights));
-    const u32 swizzled = SWIZZLED + ((u32)a.batch >> 31); // not a constant, which would be moved anew for each operand
     wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; k++) {
+    for (int c = 0; c < CHUNKS; c++) {
 #pragma unroll
-      for (int c = 0; c < CHUNKS; c++)
-        wgmma_transposed(t.acc[c], v + (c * CHUNK_BYTES + 2048 * k) / 16, weights + 32 * k / 16, swizzled);
+      for (int k = 0; k < 4; k++)
+        wgmma_transposed(t.acc[c], v + (c * CHUNK_BYTES + 2048 * k) / 16, weights + 32 * k / 16);
     }
     wgmma_commit();
   };
@@ -451,10 +483,10 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
 #pragma unroll 1
     do {
       if (left < count) {
+        copy_next();
         add_values();
-        copy_next(); // while the products run
       }
-      float s[2][8];
+      float s[8];
       if (wide) score_step<true>(x, at, s);
       else score_step<false>(x, at, s);
       // The next step's tokens, while the last products are under way.
@@ -462,7 +494,7 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
       running_max(sh, t.t, max); // of no use in the first step
       wgmma_wait<0>();
 #pragma unroll
-      for (int i = 0; i < 8; i++) e[i] = s[0][i] + s[1][i];
+      for (int i = 0; i < 8; i++) e[i] = s[i];
       if (own < WARP_TOKENS) {
 #pragma unroll
         for (int i = 0; i < 8; i++) {
@@ -511,11 +543,9 @@ __device__ __forceinline__ float magnitude(const Thread& t) {
   return sum;
 }
 
-// Quad j of a head, of the threads with warp = j / 8 % 4 and g = j % 8: dims d, d + 1, d + 16 and d + 17. That is where the
-// order of the k-steps leaves the rows g and g + 8 of the chunks 2 (j / 32) and 2 (j / 32) + 1.
-__device__ __forceinline__ u32 quad_dim(u32 j) {
-  return (j & ~31u) * 4 + ((j >> 1) & 3) * 32 + (j & 1) * 4 + ((j >> 4) & 1) * 8 + ((j >> 3) & 1) * 2;
-}
+// The first of the four dims of quad j of a head, which the thread with warp = j / 8 % 4 and g = j % 8 has in rows g and g + 8 of
+// the chunks 2 (j / 32) and 2 (j / 32) + 1: warp tells the k-step and with g / 2 the scale block, the chunks the word.
+__device__ __forceinline__ u32 quad_dim(u32 j) { return j / 8 % 4 * 128 + j / 2 % 4 * 32 + j / 32 * 8 + j % 2 * 4; }
 
 __device__ __forceinline__ void add_scaled(float4& r, float w, float4 x) {
   r.x += w * x.x;
@@ -546,6 +576,14 @@ __device__ __forceinline__ void begin_segment(Shared& sh, const Thread& t, const
     copy_packed(a, smem_u32(sh.packed[t.warp]), smem_u32(&sh.full[t.warp]),
                 sh.schedule.base + sh.segment.first + WARP_TOKENS * t.warp, count);
   load_q(sh, a.q + (i64)sh.segment.b * (HEADS * QK_DIM * 2));
+}
+
+// Asks L2 for the Q of the sequence that this cluster begins with if all are as long: which one it is has to come from memory
+// first. A hint; nothing but time depends on it.
+__device__ __forceinline__ void prefetch_likely_q(const Args& a, u32 cluster, u32 rank, u32 size, u32 clusters) {
+  constexpr u32 Q_BYTES = HEADS * QK_DIM * 2;
+  const u32 b = (u64)cluster * a.batch / clusters, bytes = Q_BYTES / size;
+  bulk_prefetch(a.q + (u64)b * Q_BYTES + rank * bytes, bytes);
 }
 
 // Sums over a cluster's CTAs [16 heads, 512] of a quad each in BATCH heads a thread, and over UNROLL CTAs at once, so that
@@ -621,8 +659,7 @@ __device__ __forceinline__ void weigh_parts(float2* stats, u32 parts, float log2
 
 __device__ __forceinline__ void store_quad(const Args& a, int b, u32 head, float4 r) {
   u8* at = a.out + (i64)b * (HEADS * LATENT * 2) + (head * LATENT + quad_dim(threadIdx.x)) * 2;
-  *(u32*)at = pack_bf16(r.x, r.y);
-  *(u32*)(at + 32) = pack_bf16(r.z, r.w);
+  *(uint2*)at = {pack_bf16(r.x, r.y), pack_bf16(r.z, r.w)};
 }
 
 // The last cluster's part of a sequence whose parts lie in memory: merges them, each CTA its heads. Not inlined: the loop over
@@ -782,6 +819,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) mla_decode_mxfp4(const 
   const int stride0 = (a.batch + 31) / 32;
   const int probe0 = a.kv_indptr[min(t.lane * stride0, a.batch)];
   const int base = a.kv_indptr[0], total = a.kv_indptr[a.batch] - base;
+
+  if (t.warp == 1 && elect_one()) prefetch_likely_q(a, cluster, rank, size, clusters);
 
   Schedule schedule;
   schedule.grain = STEP * size;

@@ -86,13 +86,13 @@ __device__ __forceinline__ void wgmma_registers(float (&d)[8], u32 a0, u32 a1, u
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b), "r"(SWIZZLED), "r"((int)add));
 }
 
-// d [64 x 16] += A B with A stored as [k][64 rows] and B as [16 columns][k]; `swizzled` is SWIZZLED.
-__device__ __forceinline__ void wgmma_transposed(float (&d)[8], u32 a, u32 b, u32 swizzled) {
+// d [64 x 16] += A B with A stored as [k][64 rows] and B as [16 columns][k].
+__device__ __forceinline__ void wgmma_transposed(float (&d)[8], u32 a, u32 b) {
   asm volatile(
       "{\n.reg .b64 a, b;\nmov.b64 a, {%8, %10};\nmov.b64 b, {%9, %10};\n"
       "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7}, a, b, 1, 1, 1, 1, 0;\n}"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-      : "r"(a), "r"(b), "r"(swizzled));
+      : "r"(a), "r"(b), "r"(SWIZZLED));
 }
 
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -125,6 +125,11 @@ __device__ __forceinline__ void bulk_load(u32 dst, const u8* src, u32 bytes, u32
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(dst),
       "l"(src), "r"(bytes), "r"(bar)
       : "memory");
+}
+
+// Into L2. 16-byte addresses and sizes.
+__device__ __forceinline__ void bulk_prefetch(const u8* src, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(src), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ bool elect_one() {

@@ -204,7 +204,7 @@ def test_kernel_text_broken_is_caught(tmp_path: Path, edit: tuple[str, str]) -> 
 @pytest.mark.parametrize(
     ("place", "line", "status"),
     [
-        ("out", "at[threadIdx.x == THREADS - 1 && head == HEADS - 1 ? 36 : 0] = 0;", 8),
+        ("out", "at[threadIdx.x == THREADS - 1 && head == HEADS - 1 ? 8 : 0] = 0;", 8),
         ("out", "if (threadIdx.x == 0) a.out[-1] = 0;", 8),
         ("parts", "((u8*)a.parts)[gridDim.x / cluster_size() * 2 * QUADS * 16] = 0;", 8),
         ("statistics", "((u8*)a.part_stats)[-1] = 0;", 8),
@@ -216,7 +216,7 @@ def test_kernel_text_broken_is_caught(tmp_path: Path, edit: tuple[str, str]) -> 
 @pytest.mark.usefixtures("cpu_compiler")
 def test_kernel_text_that_writes_elsewhere_is_caught(tmp_path: Path, place: str, line: str, status: int) -> None:
     """One byte behind or before a buffer, or one of the inputs: the CPU program's own end tells which."""
-    store = "*(u32*)at = pack_bf16(r.x, r.y);"
+    store = "*(uint2*)at = {"
     kernel = CpuKernel(tmp_path, (store, f"{line} {store}"))
     with pytest.raises(subprocess.CalledProcessError) as ended:
         kernel(make_inputs([70]), 1, 2)

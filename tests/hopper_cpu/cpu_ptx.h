@@ -209,9 +209,19 @@ inline void mbarrier_expect(u32 bar, u32 bytes) { *(u32*)own(bar) += bytes; }
 inline void mbarrier_wait(u32 bar, u32 parity) {
   while ((((u32*)own(bar))[1] & 1) == parity) yield_fiber();
 }
+struct Range { const u8 *begin, *end; };
+inline std::vector<Range> inputs; // with what a copy that is cut at 16 bytes may take beside them
+inline void check_source(const u8* src, u32 bytes) {
+  const bool inside = std::any_of(inputs.begin(), inputs.end(), [&](Range r) { return src >= r.begin && src + bytes <= r.end; });
+  if (inside && bytes % 16 == 0 && (u64)src % 16 == 0) return;
+  std::fprintf(stderr, "hopper_cpu: bulk copy of %u bytes from ..%llu, inside the inputs: %d\n", bytes, (u64)src % 16, inside);
+  std::exit(5);
+}
+inline void bulk_prefetch(const u8* src, u32 bytes) { check_source(src, bytes); }
 inline void bulk_load(u32 dst, const u8* src, u32 bytes, u32 bar) {
-  if (dst % 16 || bytes % 16 || (u64)src % 16 || dst + bytes > SHARED_BYTES) {
-    std::fprintf(stderr, "hopper_cpu: bulk copy of %u bytes from ..%llu to %u\n", bytes, (u64)src % 16, dst);
+  check_source(src, bytes);
+  if (dst % 16 || dst + bytes > SHARED_BYTES) {
+    std::fprintf(stderr, "hopper_cpu: bulk copy of %u bytes to %u\n", bytes, dst);
     std::exit(5);
   }
   std::memcpy(own(dst), src, bytes);
@@ -251,11 +261,7 @@ inline void wgmma_registers(float (&d)[8], u32 a0, u32 a1, u32 a2, u32 a3, u32 b
   }
   current->open.push_back(p);
 }
-#define SWIZZLED 0x40000040u
-inline void wgmma_transposed(float (&d)[8], u32 a, u32 b, u32 swizzled) {
-  if (swizzled != SWIZZLED) std::exit(5);
-  current->open.push_back({d, true, false, a, b, {}});
-}
+inline void wgmma_transposed(float (&d)[8], u32 a, u32 b) { current->open.push_back({d, true, false, a, b, {}}); }
 inline void wgmma_fence() {}
 inline void wgmma_commit() {
   current->committed.push_back(std::move(current->open));

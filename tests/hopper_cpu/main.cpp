@@ -21,6 +21,7 @@ static u8* place(std::vector<u8>& room, const std::vector<u8>& data, u32 shift) 
   room.assign(data.size() + 64 + shift, 0xFF);
   u8* p = (u8*)(((u64)room.data() + 31) / 16 * 16) + shift;
   std::memcpy(p, data.data(), data.size());
+  inputs.push_back({(u8*)((u64)p / 16 * 16), (u8*)(((u64)p + data.size() + 15) / 16 * 16)});
   return p;
 }
 
