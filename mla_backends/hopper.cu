@@ -543,8 +543,8 @@ __device__ __forceinline__ float magnitude(const Thread& t) {
   return sum;
 }
 
-// The first of the four dims of quad j of a head, which the thread with warp = j / 8 % 4 and g = j % 8 has in rows g and g + 8 of
-// the chunks 2 (j / 32) and 2 (j / 32) + 1: warp tells the k-step and with g / 2 the scale block, the chunks the word.
+// The first of the four dims of quad j of a head, which the thread with warp = j / 8 % 4 and g = j % 8 has in rows g and
+// g + 8 of the chunks 2 (j / 32) and 2 (j / 32) + 1: warp tells the k-step and with g / 2 the scale block, the chunks the word.
 __device__ __forceinline__ u32 quad_dim(u32 j) { return j / 8 % 4 * 128 + j / 2 % 4 * 32 + j / 32 * 8 + j % 2 * 4; }
 
 __device__ __forceinline__ void add_scaled(float4& r, float w, float4 x) {

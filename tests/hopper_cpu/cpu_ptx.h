@@ -212,7 +212,8 @@ inline void mbarrier_wait(u32 bar, u32 parity) {
 struct Range { const u8 *begin, *end; };
 inline std::vector<Range> inputs; // with what a copy that is cut at 16 bytes may take beside them
 inline void check_source(const u8* src, u32 bytes) {
-  const bool inside = std::any_of(inputs.begin(), inputs.end(), [&](Range r) { return src >= r.begin && src + bytes <= r.end; });
+  const bool inside = std::any_of(inputs.begin(), inputs.end(),
+                                  [&](Range r) { return src >= r.begin && src + bytes <= r.end; });
   if (inside && bytes % 16 == 0 && (u64)src % 16 == 0) return;
   std::fprintf(stderr, "hopper_cpu: bulk copy of %u bytes from ..%llu, inside the inputs: %d\n", bytes, (u64)src % 16, inside);
   std::exit(5);
