@@ -26,6 +26,7 @@ constexpr int STEP = 64;        // tokens of one pass through both products: the
 constexpr int WARP_TOKENS = 16;
 constexpr int CHUNKS = LATENT / 64;  // 64 dims are 128 bytes, the width of the swizzle
 constexpr int CHUNK_BYTES = STEP * 128;
+constexpr int Q_BYTES = HEADS * QK_DIM * 2; // of a sequence
 constexpr int Q_CHUNK_BYTES = HEADS * 128;
 constexpr int PACKED_BYTES = WARP_TOKENS * (TOKEN_BYTES + SCALE_PITCH) + 16; // codes, then scales cut at 16 bytes
 constexpr int HEAD_QUADS = LATENT / 4, QUADS = HEADS * HEAD_QUADS; // what a thread holds of two chunks and a head is a quad
@@ -140,9 +141,9 @@ __device__ __forceinline__ void load_q(Shared& sh, const u8* q) {
   for (int i = 0; i < 9; i++) {
     const u32 pair[4] = {__byte_perm(x[i].x, x[i].z, 0x5410), __byte_perm(x[i].x, x[i].z, 0x7632),
                          __byte_perm(x[i].y, x[i].w, 0x5410), __byte_perm(x[i].y, x[i].w, 0x7632)};
+    const int k = part / 4 + i / 4 * 2;
 #pragma unroll
     for (int n = 0; n < 4; n++) {
-      const int k = part / 4 + i / 4 * 2;
       if (i < 8) *(u32*)(latent + (i % 4 * 2 + n / 2) * Q_CHUNK_BYTES + ((2 * k + n % 2) ^ turn) * 16) = pair[n];
       else *(u32*)(rope + ((part % 2 * 4 + n) ^ turn) * 16) = pair[n];
     }
@@ -486,7 +487,7 @@ __device__ __forceinline__ void attend(Shared& sh, Thread& t, const Args& a, u32
         copy_next();
         add_values();
       }
-      float s[8];
+      float s[8]; // not e itself, which outlives the loop: that gives other machine code, which was not timed
       if (wide) score_step<true>(x, at, s);
       else score_step<false>(x, at, s);
       // The next step's tokens, while the last products are under way.
@@ -575,15 +576,14 @@ __device__ __forceinline__ void begin_segment(Shared& sh, const Thread& t, const
   if (count > 0 && elect_one())
     copy_packed(a, smem_u32(sh.packed[t.warp]), smem_u32(&sh.full[t.warp]),
                 sh.schedule.base + sh.segment.first + WARP_TOKENS * t.warp, count);
-  load_q(sh, a.q + (i64)sh.segment.b * (HEADS * QK_DIM * 2));
+  load_q(sh, a.q + (i64)sh.segment.b * Q_BYTES);
 }
 
 // Asks L2 for the Q of the sequence that this cluster begins with if all are as long: which one it is has to come from memory
 // first. A hint; nothing but time depends on it.
 __device__ __forceinline__ void prefetch_likely_q(const Args& a, u32 cluster, u32 rank, u32 size, u32 clusters) {
-  constexpr u32 Q_BYTES = HEADS * QK_DIM * 2;
   const u32 b = (u64)cluster * a.batch / clusters, bytes = Q_BYTES / size;
-  bulk_prefetch(a.q + (u64)b * Q_BYTES + rank * bytes, bytes);
+  bulk_prefetch(a.q + (i64)b * Q_BYTES + rank * bytes, bytes);
 }
 
 // Sums over a cluster's CTAs [16 heads, 512] of a quad each in BATCH heads a thread, and over UNROLL CTAs at once, so that

@@ -211,11 +211,12 @@ def test_kernel_text_broken_is_caught(tmp_path: Path, edit: tuple[str, str]) -> 
         ("counters", "((u8*)a.arrivals)[a.batch * MAX_CLUSTER * 4] = 0;", 8),
         ("q", "((u8*)a.q)[-1] = 0;", 9),
         ("scales", "((u8*)a.scale)[0] = 7;", 9),
+        ("q, asked for", "bulk_prefetch(a.q + (i64)a.batch * Q_BYTES, 16);", 5),
     ],
 )
 @pytest.mark.usefixtures("cpu_compiler")
 def test_kernel_text_that_writes_elsewhere_is_caught(tmp_path: Path, place: str, line: str, status: int) -> None:
-    """One byte behind or before a buffer, or one of the inputs: the CPU program's own end tells which."""
+    """A byte beside a buffer, one of the inputs, a copy from behind an input: the CPU program's own end tells which."""
     store = "*(uint2*)at = {"
     kernel = CpuKernel(tmp_path, (store, f"{line} {store}"))
     with pytest.raises(subprocess.CalledProcessError) as ended:
